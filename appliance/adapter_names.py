@@ -13,6 +13,7 @@ from appliance.config.named_paths import named_paths
 from appliance.engine.request import AdapterRef
 from appliance.errors import ConfigError
 from appliance.files import stamp_of
+from appliance.gguf_names import is_gguf
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -51,7 +52,7 @@ class AdapterRegistry:
         found = dict.fromkeys(self._paths)
         if self._folder is not None and self._folder.is_dir():
             for path in sorted(self._folder.iterdir()):
-                name = path.stem if path.suffix == ".gguf" else path.name
+                name = path.stem if is_gguf(path) else path.name
                 if self._in_folder(name) is not None:
                     found[name] = None
         return list(found)

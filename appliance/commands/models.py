@@ -10,6 +10,7 @@ import typer
 
 from appliance.config import cache_dir
 from appliance.errors import ModelError
+from appliance.gguf_names import parts_of
 from appliance.wording import age_in_words, counted, size_in_words
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def _refuse(damaged: list[Path], name: str) -> None:
 
 
 def _bytes_of(path: Path) -> int:
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    inside = parts_of(path) if path.is_file() else path.rglob("*")
+    files = [one for one in inside if one.is_file()]
     return sum(file.stat().st_size for file in files)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from appliance.config import cache_dir
 from appliance.doctor.finding import Finding, Grade, Scope, show_gib
+from appliance.gguf_names import parts_of
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.library import (
     LibraryError,
@@ -108,7 +109,7 @@ def _weight_bytes(scope: Scope) -> int | None:
     if scope.model is None:
         return None
     path = scope.model.path
-    files = [path] if path.is_file() else path.glob("*.safetensors")
+    files = parts_of(path) if path.is_file() else path.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 
 

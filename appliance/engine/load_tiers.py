@@ -14,8 +14,11 @@ from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.tiers.write_behind import WriteBehind
+from appliance.gguf_names import is_gguf, parts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.config import EngineConfig
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.execution.execution import Precision
@@ -112,9 +115,11 @@ def kv_fingerprint(
     digest.update(f"{fingerprint} {block_bytes} {precision.block_size}".encode())
     if len(state_parts) > 1:
         digest.update(f"{state_parts}".encode())
-    files = sorted(model.iterdir()) if model.is_dir() else [model]
+    files: Sequence[Path] = parts_of(model)
+    if model.is_dir():
+        files = [one for one in sorted(model.iterdir()) if _is_of_model(one)]
     for file in files:
-        if file.is_file() and file.suffix in (".safetensors", ".gguf", ".json"):
+        if file.is_file():
             stat = file.stat()
             digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     for layer in precision.kv_layers or ():
@@ -122,3 +127,7 @@ def kv_fingerprint(
         for constant in (layer.head_scales, layer.key_mean):
             digest.update(b"-" if constant is None else constant.float().cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _is_of_model(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".json") or is_gguf(file)

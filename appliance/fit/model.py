@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from appliance.errors import ModelError
-from appliance.gguf import GGUFFile
+from appliance.gguf import read_part
 from appliance.hub import HubName, find_model
 from appliance.hub.headers import fetch_headers
 from appliance.model.source import open_model
@@ -36,5 +36,5 @@ def opened(model: str, cache_dir: Path) -> Iterator[tuple[str, ModelSource, Path
             f"{model or 'the packaged model'} is not here yet; appliance serve fetches it"
         )
     with TemporaryDirectory(prefix="appliance-fit-") as folder:
-        path = fetch_headers(name, Path(folder), GGUFFile)
+        path = fetch_headers(name, Path(folder), read_part)
         yield name.repo, open_model(path), None

@@ -5,6 +5,6 @@ tokenizer.
 """
 
 from appliance.gguf.file import GGUFFile
-from appliance.gguf.header import GGUFHeader, TensorInfo, read_header
+from appliance.gguf.header import GGUFHeader, TensorInfo, read_header, read_part
 
-__all__ = ["GGUFFile", "GGUFHeader", "TensorInfo", "read_header"]
+__all__ = ["GGUFFile", "GGUFHeader", "TensorInfo", "read_header", "read_part"]

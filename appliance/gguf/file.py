@@ -21,22 +21,23 @@ if TYPE_CHECKING:
 
 
 class GGUFFile:
-    """A checked GGUF file.
+    """A checked GGUF model, in one file or several.
 
     Args:
-        path: the file; it is opened for each read and never stays mapped.
+        path: the file, or any part of a split model; files are opened for each read and never stay
+            mapped.
         in_torch: tensors are read as torch's; otherwise they are `HostArray`.
         vocabulary: keep the tokenizer's arrays in `metadata`.
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
-        UnsupportedModelError: a tensor type that is not read, or a model split over files.
+        UnsupportedModelError: a tensor type that is not read.
     """
 
     def __init__(self, path: Path, *, in_torch: bool = True, vocabulary: bool = True) -> None:
-        self.path = path
         self._in_torch = in_torch
         self._header = read_header(path, vocabulary=vocabulary)
+        self.path = self._header.files[0].path
         self._losses: dict[str, Loss] = {}
         self._workers: ThreadPoolExecutor | None = None  # its threads end with this file
 
@@ -85,7 +86,7 @@ class GGUFFile:
             self._workers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gguf")
         info = self._header.tensors[name]
         info = (info if part is None else info.part(part)).rows(start, stop)
-        tensor, loss = read_tensor(self.path, self._header.identity, info, self._workers)
+        tensor, loss = read_tensor(info, self._workers)
         if loss is not None:
             before = self._losses.get(info.type.name)
             self._losses[info.type.name] = loss if before is None else before + loss

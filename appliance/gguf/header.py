@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: metadata, and the place of each tensor.
+"""Reads the header of a GGUF model: metadata, and the place of each tensor in its files.
 
 A header is untrusted. Every count is checked against the remaining bytes before anything is
-allocated for it, and every tensor must lie inside the file, after the one before. Imports neither
+allocated for it, and every tensor must lie inside its file, after the one before. Imports neither
 torch nor numpy.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import CheckpointError
 from appliance.files import FileIdentity
-from appliance.gguf.types import READABLE, TENSOR_TYPES, TensorType, check_readable
+from appliance.gguf.types import TENSOR_TYPES, TensorType, check_readable, unknown_type
+from appliance.gguf_names import parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,7 @@ MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 
 _MIN_ENTRY_BYTES = 8 + 4 + 1  # a metadata entry: length of its key, type, smallest value
-_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # length of its name, dimensions, one size, type, offset
+_MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # length of its name, dimensions, type, offset
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -39,63 +40,120 @@ _SCALARS = {
 }  # fmt: skip
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
+_AGAIN = "download it again"
 _FOREIGN = {
-    b"PK\x03\x04": "a zip archive or PyTorch file",
-    b"ggjt": "a GGML file from before GGUF",
-    b"vers": "a Git LFS pointer, not the file itself",
-    b"<!DO": "a web page",
-    b"<htm": "a web page",
+    b"PK\x03\x04": ("a zip archive or PyTorch file", "give a GGUF file"),
+    b"ggjt": ("a GGML file from before GGUF", "use a file of today's converters"),
+    b"vers": ("a Git LFS pointer, not the file itself", "fetch the file with `git lfs pull`"),
+    b"<!DO": ("a web page", _AGAIN),
+    b"<htm": ("a web page", _AGAIN),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file with tensor data, as it was when its header was read."""
+
+    path: Path
+    identity: FileIdentity
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the file. The shape is in torch's order: (out_features, in_features)."""
+    """One tensor of a file. The shape is in torch's order: (out_features, in_features)."""
 
     name: str
     shape: tuple[int, ...]
     type: TensorType
     offset: int  # bytes from the start of the file
     nbytes: int
+    file: DataFile
 
     def part(self, index: int) -> TensorInfo:
         """Return one of the tensors that are stacked along the first dimension."""
-        whole = self.rows(index, index + 1)
-        return TensorInfo(self.name, self.shape[1:], self.type, whole.offset, whole.nbytes)
+        return replace(self.rows(index, index + 1), shape=self.shape[1:])
 
     def rows(self, start: int, stop: int) -> TensorInfo:
         """Return some rows of the tensor, along its first dimension."""
         row_bytes = self.nbytes // self.shape[0]
-        shape = (stop - start, *self.shape[1:])
-        offset = self.offset + start * row_bytes
-        return TensorInfo(self.name, shape, self.type, offset, (stop - start) * row_bytes)
+        return replace(
+            self,
+            shape=(stop - start, *self.shape[1:]),
+            offset=self.offset + start * row_bytes,
+            nbytes=(stop - start) * row_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """Everything in a GGUF file before its tensor data."""
+    """Everything in a GGUF model before its tensor data.
 
-    identity: FileIdentity
+    Attributes:
+        files: its parts in order, the first of which has the metadata.
+    """
+
+    files: tuple[DataFile, ...]
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
 
 def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
-    """Read and check the header of a GGUF file.
+    """Read and check the header of a GGUF model.
 
     Args:
-        path: the file.
+        path: its file, or any part of a model that is split over several.
         vocabulary: keep the tokenizer's arrays, which take up to 40 MB.
 
     Raises:
-        CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
-        UnsupportedModelError: a tensor type that is not read, or a model split over files.
+        CheckpointError: a file is empty, cut, inconsistent or no GGUF file, or a part is missing.
+        UnsupportedModelError: a tensor type that is not read.
     """
-    identity = FileIdentity.of(path)
+    files = parts_of(path)
+    headers = [read_part(one, vocabulary=vocabulary) for one in files]
+    counts = [header.metadata.get("split.count", 0) or 1 for header in headers]
+    if set(counts) != {len(files)}:
+        raise _not_of(path, f"their headers count {counts[0]} parts, and the name {len(files)}")
+    if len(files) == 1:
+        return headers[0]
+    numbers = [header.metadata.get("split.no") for header in headers]
+    if numbers != list(range(len(files))):
+        raise _not_of(path, f"their headers have the numbers {numbers}")
+    tensors = {name: info for header in headers for name, info in header.tensors.items()}
+    expected = headers[0].metadata.get("split.tensors.count", len(tensors))
+    stored = sum(len(header.tensors) for header in headers)
+    if not stored == len(tensors) == expected:
+        raise _not_of(
+            path,
+            f"they hold {stored} tensors, {len(tensors)} of them once: the first says {expected}",
+        )
+    first = headers[0]
+    data_files = tuple(file for header in headers for file in header.files)
+    return replace(first, files=data_files, tensors=tensors)
+
+
+def _not_of(path: Path, reason: str) -> CheckpointError:
+    first, *others = parts_of(path)
+    named = f"{first} and the {len(others)} parts beside it are" if others else f"{first} is"
+    return CheckpointError(
+        f"{named} no whole model: {reason}; put all parts of one model into one folder under the"
+        " names that they were made with, as NAME-00001-of-00003.gguf"
+    )
+
+
+def read_part(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
+    """Read the header of one file, whole model or not; arguments and errors as `read_header`."""
+    parts = parts_of(path)
+    if len(parts) > 1 and not path.exists():
+        there = sum(part.exists() for part in parts)
+        raise CheckpointError(
+            f"{path} is missing, a part of a model of which {there} of {len(parts)} files are in "
+            "that folder; put it there too"
+        )
+    file = DataFile(path, FileIdentity.of(path))
     try:
-        with path.open("rb") as file:
-            return _HeaderReader(file, path, identity, vocabulary).read()
+        with path.open("rb") as content:
+            return _HeaderReader(content, file, vocabulary).read()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
@@ -103,13 +161,12 @@ def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
 class _HeaderReader:
     """Reads forward through the header and counts the remaining bytes."""
 
-    def __init__(
-        self, file: BinaryIO, path: Path, identity: FileIdentity, vocabulary: bool
-    ) -> None:
-        self._read = file.read
-        self._path = path
-        self._identity = identity
-        self._left = identity.size
+    def __init__(self, content: BinaryIO, file: DataFile, vocabulary: bool) -> None:
+        self._read = content.read
+        self._file = file
+        self._path = file.path
+        self._identity = file.identity
+        self._left = file.identity.size
         self._vocabulary = vocabulary
 
     def read(self) -> GGUFHeader:
@@ -122,23 +179,23 @@ class _HeaderReader:
             )
         metadata = self._metadata(num_entries)
         tensors = self._tensors(num_tensors, self._alignment(metadata))
-        if metadata.get("split.count", 1) not in (0, 1):
-            raise UnsupportedModelError(
-                f"{self._path} is one part of {metadata['split.count']}; merge the parts into one "
-                "file with `llama-gguf-split --merge`"
-            )
-        return GGUFHeader(self._identity, version, metadata, tensors)
+        return GGUFHeader((self._file,), version, metadata, tensors)
 
     def _version(self) -> int:
         if self._left == 0:
             self._fail("it is empty")
         magic = self._take(4)
         if magic != MAGIC:
-            self._fail(f"it is {_FOREIGN.get(magic, f'something else (it starts with {magic!r})')}")
+            usual = (f"something else (it starts with {magic!r})", _AGAIN)
+            what, advice = _FOREIGN.get(magic, usual)
+            self._fail(f"it is {what}", advice)
         version = self._u32()
         if version not in VERSIONS:
             kind = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
-            self._fail(f"it is {kind}; versions 2 and 3 in little-endian order are read")
+            self._fail(
+                f"it is {kind}, and versions 2 and 3 in little-endian order are read",
+                "convert the model anew",
+            )
         return version
 
     def _metadata(self, count: int) -> dict[str, Any]:
@@ -155,8 +212,8 @@ class _HeaderReader:
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment not in {1 << bit for bit in range(3, 17)}:
-            self._fail(f"its alignment is {alignment!r}, not a power of two from 8 to 65536")
+        if not isinstance(alignment, int) or alignment not in {1 << bit for bit in range(17)}:
+            self._fail(f"its alignment is {alignment!r}, not a power of two up to 65536")
         return alignment
 
     def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
@@ -182,33 +239,24 @@ class _HeaderReader:
                     f"but the file has only {self._identity.size} bytes"
                 )
             expected = _align(info.offset + info.nbytes, alignment)
-        if relative and self._identity.size > data_start + expected:
-            surplus = self._identity.size - data_start - expected
-            self._fail(f"{surplus} bytes follow its last tensor")
         return {
-            info.name: TensorInfo(
-                info.name, info.shape, info.type, data_start + info.offset, info.nbytes
-            )
-            for info in relative.values()
+            info.name: replace(info, offset=data_start + info.offset) for info in relative.values()
         }
 
     def _tensor_info(self) -> TensorInfo:
         name = self._string(MAX_KEY_BYTES)
         num_dimensions = self._u32()
-        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+        if num_dimensions > MAX_DIMENSIONS:
             self._fail(f"tensor {name!r} has {num_dimensions} dimensions")
-        sizes = [self._u64() for _ in range(num_dimensions)]  # fastest first
+        sizes = [self._u64() for _ in range(num_dimensions)] or [1]  # fastest first
         type_number, offset = self._u32(), self._u64()
         if type_number not in TENSOR_TYPES:
-            raise UnsupportedModelError(
-                f"tensor {name!r} of {self._path} has the unknown type {type_number}; "
-                f"use a file quantized as {READABLE}"
-            )
+            raise unknown_type(self._path, name, type_number)
         kind = TENSOR_TYPES[type_number]
         if 0 in sizes or sizes[0] % kind.block_size:
             self._fail(f"tensor {name!r} of type {kind.name} has the impossible shape {sizes}")
         nbytes = math.prod(sizes) // kind.block_size * kind.block_bytes
-        info = TensorInfo(name, tuple(reversed(sizes)), kind, offset, nbytes)
+        info = TensorInfo(name, tuple(reversed(sizes)), kind, offset, nbytes, self._file)
         check_readable(self._path, info)
         return info
 
@@ -293,8 +341,8 @@ class _HeaderReader:
     def _fail_cut(self) -> NoReturn:
         self._fail(f"it is cut off inside its header, at {self._identity.size} bytes")
 
-    def _fail(self, reason: str) -> NoReturn:
-        raise CheckpointError(f"{self._path} is no usable GGUF file: {reason}; download it again")
+    def _fail(self, reason: str, advice: str = _AGAIN) -> NoReturn:
+        raise CheckpointError(f"{self._path} is no usable GGUF file: {reason}; {advice}")
 
 
 def _align(offset: int, alignment: int) -> int:

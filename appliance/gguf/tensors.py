@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.files import FileIdentity, read_into
+from appliance.files import read_into
 from appliance.gguf.converted import exact_values, requantize
 from appliance.gguf.loss import Loss
 from appliance.gguf.lossless import LOSSLESS, interleave
@@ -24,7 +24,6 @@ from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -38,9 +37,9 @@ CONVERTED_AT_ONCE = 1 << 15
 
 
 def read_tensor(
-    path: Path, identity: FileIdentity, info: TensorInfo, workers: Executor
+    info: TensorInfo, workers: Executor
 ) -> tuple[Tensor | PackedWeight | Fp4Weight | GgmlWeight, Loss | None]:
-    """Read one tensor of the file that `identity` describes; `workers` convert its rows.
+    """Read one tensor of its file; `workers` convert its rows.
 
     Returns:
         The tensor and, if it was not kept exactly, the loss in its first rows.
@@ -48,39 +47,37 @@ def read_tensor(
     name = info.type.name
     if name in DENSE_TYPES:
         raw = np.empty(info.nbytes, dtype=np.uint8)
-        read_into(path, identity, info.offset, raw.data)
+        read_into(info.file.path, info.file.identity, info.offset, raw.data)
         values: Tensor = arrays.of_numpy(raw).view(DENSE_TYPES[name]).reshape(info.shape)
         return values, None
     if len(info.shape) != 2:
         raise UnsupportedModelError(
-            f"tensor {info.name!r} of {path} has type {name} and shape {info.shape}; "
+            f"tensor {info.name!r} of {info.file.path} has type {name} and shape {info.shape}; "
             "only matrices are quantized in the files that are read here"
         )
     if name in GGML_TYPES:
-        weight = GgmlWeight(name, _rows(path, identity, info, 0, info.shape[0]))
-        _check_scales(path, info, finite=weight.is_finite())
+        weight = GgmlWeight(name, _rows(info, 0, info.shape[0]))
+        _check_scales(info, finite=weight.is_finite())
         return weight, None
     if name == "MXFP4":
-        return _mxfp4(_rows(path, identity, info, 0, info.shape[0])), None
-    whole, loss = _read_packed(path, identity, info, workers)
+        return _mxfp4(_rows(info, 0, info.shape[0])), None
+    whole, loss = _read_packed(info, workers)
     finite = arrays.is_finite(whole.scale) and arrays.is_finite(whole.offset)
-    _check_scales(path, info, finite=finite)
+    _check_scales(info, finite=finite)
     return whole, loss
 
 
-def _read_packed(
-    path: Path, identity: FileIdentity, info: TensorInfo, workers: Executor
-) -> tuple[PackedWeight, Loss | None]:
+def _read_packed(info: TensorInfo, workers: Executor) -> tuple[PackedWeight, Loss | None]:
     num_rows, width = info.shape
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
     lossless = info.type.name in LOSSLESS
     step = starts.step if lossless else max(1, CONVERTED_AT_ONCE // width)
     with _unchecked():
-        whole = _room_for(num_rows, _converted(info, _rows(path, identity, info, 0, 1))[0])
+        whole = _room_for(num_rows, _converted(info, _rows(info, 0, 1))[0])
 
     def convert_rows(start: int) -> Loss | None:
         """Read some rows and convert a few of them at a time; return the loss of the first ones."""
-        blocks = _rows(path, identity, info, start, min(starts.step, num_rows - start))
+        blocks = _rows(info, start, min(starts.step, num_rows - start))
         lost = None if lossless or start else Loss()
         with _unchecked():
             for at in range(0, len(blocks), step):
@@ -99,10 +96,10 @@ def _unchecked() -> np.errstate:
     return np.errstate(all="ignore")
 
 
-def _check_scales(path: Path, info: TensorInfo, *, finite: bool) -> None:
+def _check_scales(info: TensorInfo, *, finite: bool) -> None:
     if not finite:
         raise CheckpointError(
-            f"tensor {info.name!r} of {path} has infinite or undefined scales; "
+            f"tensor {info.name!r} of {info.file.path} has infinite or undefined scales; "
             "download the file again"
         )
 
@@ -114,11 +111,11 @@ def _mxfp4(blocks: Tensor) -> Fp4Weight:
     return Fp4Weight(interleave(blocks[..., 1:]), scale, ones)
 
 
-def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, count: int) -> Tensor:
+def _rows(info: TensorInfo, start: int, count: int) -> Tensor:
     """Read rows of a matrix: (count, blocks, bytes per block) uint8."""
     row_bytes = info.nbytes // info.shape[0]
     raw = np.empty(count * row_bytes, dtype=np.uint8)
-    read_into(path, identity, info.offset + start * row_bytes, raw.data)
+    read_into(info.file.path, info.file.identity, info.offset + start * row_bytes, raw.data)
     blocks: Tensor = arrays.of_numpy(raw.reshape(count, -1, info.type.block_bytes))
     return blocks
 

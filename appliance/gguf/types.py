@@ -92,6 +92,26 @@ WIDENED_TYPES = frozenset(
 READABLE = "Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS or MXFP4"
 
 
+# Numbers that llama.cpp or ik_llama.cpp once gave to forms that are read nowhere here.
+_FORMS = {
+    **dict.fromkeys((31, 32, 33), "Q4_0 in an order of one processor's kernels"),
+    **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of one processor's kernels"),
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+}
+_FIRST_OF_IK = 97  # types of ik_llama.cpp alone
+
+
+def unknown_type(path: Path, tensor: str, number: int) -> UnsupportedModelError:
+    """Build the error for a tensor of a type that is not in the table."""
+    what = _FORMS.get(number, "ik_llama.cpp's alone" if number >= _FIRST_OF_IK else "unknown")
+    return UnsupportedModelError(
+        f"tensor {tensor!r} of {path} has type {number} ({what}), which cannot be read here; use a "
+        f"file quantized as {READABLE}"
+    )
+
+
 def check_readable(path: Path, info: TensorInfo) -> None:
     """Check that a tensor's type is one that is read here.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from appliance.config.named_paths import as_text, named_paths
 from appliance.errors import AdapterError, ModelError
+from appliance.gguf_names import is_gguf
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.name import HubName
@@ -49,7 +50,7 @@ def choose_adapter_files(repo_id: str, names: list[str], filename: str | None) -
     """
     if filename is None and all(name in names for name in _FILES):
         return list(_FILES)
-    if filename is None and not any(name.endswith(".gguf") for name in names):
+    if filename is None and not any(map(is_gguf, names)):
         raise ModelError(
             f"{repo_id} has no adapter: it lacks {' and '.join(_FILES)}, and has no .gguf file"
         )

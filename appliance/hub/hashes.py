@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from appliance.gguf_names import parts_of
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED
 
@@ -17,8 +18,9 @@ _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 def known_hashes(model: Path) -> dict[Path, str]:
     """Return the published hashes of a model's files, by file."""
-    files = [model] if model.is_file() else sorted(one for one in model.iterdir() if one.is_file())
-    return known_hashes_of(files)
+    if model.is_file():
+        return known_hashes_of(parts_of(model))
+    return known_hashes_of(sorted(one for one in model.iterdir() if one.is_file()))
 
 
 def known_hashes_of(files: Iterable[Path]) -> dict[Path, str]:

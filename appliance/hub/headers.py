@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, ModelError
+from appliance.gguf_names import is_gguf
 from appliance.hub.remote import SIDE_FILES, TIMEOUT, choose_files, refusal
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], objec
             path, size = folder / Path(name).name, sizes[name]
             if name.endswith(SIDE_FILES):
                 path.write_bytes(fetch(name, 0, size) if size else b"")
-            elif name.endswith(".gguf"):
+            elif is_gguf(name):
                 _write_gguf(path, size, partial(fetch, name, 0), is_whole)
             else:
                 _write_safetensors(path, size, partial(fetch, name))
@@ -77,7 +78,7 @@ def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], objec
     except Exception as error:  # no route, no name: each library has its own type
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(f"cannot reach the hub for {repo_id}: {why}; check the network") from error
-    return folder / Path(files[0]).name if files[0].endswith(".gguf") else folder
+    return folder / Path(files[0]).name if is_gguf(files[0]) else folder
 
 
 def _write_safetensors(path: Path, size: int, fetch: Callable[[int, int], bytes]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from appliance.gguf_names import is_gguf
+
 _FORM = re.compile(
-    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?(?::(?P<file>[^:\\]+\.gguf))?",
+    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?(?::(?P<file>[^:\\]+\.(?i:gguf)))?",
     re.ASCII,
 )
 
@@ -18,7 +20,8 @@ class HubName:
     Attributes:
         repo: `org/name`.
         revision: branch, tag or commit; None for the main branch.
-        file: one of its GGUF files; None for the safetensors folder or the only GGUF file.
+        file: one of its GGUF files, which may be a part of one model; None for the safetensors
+            folder or the only GGUF model.
     """
 
     repo: str
@@ -29,7 +32,7 @@ class HubName:
     def parse(cls, text: str) -> HubName | None:
         """Parse a name; None if it is not a hub's."""
         match = _FORM.fullmatch(text)
-        if match is None or match["repo"].endswith(".gguf"):
+        if match is None or is_gguf(match["repo"]):
             return None
         return cls(match["repo"], match["revision"], match["file"])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError
+from appliance.gguf_names import first_parts, is_gguf, parts_of_name
 from appliance.hub.growth import Progress, watch_growth
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = 
         choose: chooses the files; `choose_files` by default.
 
     Returns:
-        The folder, or the GGUF file.
+        The folder, or the GGUF file, the first of several parts.
 
     Raises:
         ModelError: the model does not exist, cannot be reached, or has no usable file.
@@ -99,11 +100,17 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
     Raises:
         ModelError: no file is usable, or the choice is ambiguous.
     """
-    ggufs = [name for name in names if name.endswith(".gguf")]
+    ggufs = first_parts(names)
     some_ggufs = ", ".join(ggufs[:8]) + (", ..." if len(ggufs) > 8 else "")
     if filename is not None:
-        if filename in ggufs:
-            return [filename]
+        files = list(parts_of_name(filename))
+        if filename in names and (missing := [file for file in files if file not in names]):
+            raise ModelError(
+                f"{repo_id} lacks {missing[0]}, one of {len(files)} parts of that model; choose "
+                "another of its files"
+            )
+        if filename in names and is_gguf(filename):
+            return files
         raise ModelError(
             f"{repo_id} has no GGUF file {filename!r}; "
             + (f"it has {some_ggufs}" if ggufs else f"try {repo_id} without a file name")
@@ -112,8 +119,10 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
     weights = [n for n in top if n.startswith("model") and n.endswith(".safetensors")]
     if weights:
         return weights + [name for name in top if name.endswith(SIDE_FILES)]
-    if len(ggufs) == 1:
-        return ggufs
+    # Projectors of images belong to another file, and are no models.
+    models = [name for name in ggufs if not Path(name).name.startswith("mmproj")]
+    if len(models) == 1:
+        return choose_files(repo_id, names, models[0])
     if ggufs:
         raise ModelError(
             f"{repo_id} has several GGUF files; name one as {repo_id}:FILE, of {some_ggufs}"
@@ -148,7 +157,7 @@ def _find(folder: Path, name: HubName, choose: ChooseFiles) -> Path:
 
 
 def _usable(snapshot: Path, files: list[str]) -> Path:
-    return snapshot / files[0] if files[0].endswith(".gguf") else snapshot
+    return snapshot / files[0] if is_gguf(files[0]) else snapshot
 
 
 def _check_space(folder: Path, repo_id: str, needed: int) -> None:

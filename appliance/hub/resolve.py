@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ModelError
+from appliance.gguf_names import find_first_part, first_part, first_parts, is_gguf, stem_of
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.name import HubName
@@ -20,7 +21,7 @@ class ResolvedModel:
     """A model on this machine.
 
     Attributes:
-        path: a Hugging Face folder or a GGUF file.
+        path: a Hugging Face folder or a GGUF file, the first of several parts.
         sampling: recommended values, if the model has none itself.
     """
 
@@ -35,8 +36,8 @@ def resolve_model(
     """Find a model, and download it if necessary.
 
     Args:
-        model: a folder, a .gguf file, a hub id as in `HubName`, a packaged model's name, or "" for
-            the default model.
+        model: a folder, a .gguf file or what its parts' names begin with, a hub id as in `HubName`,
+            a packaged model's name, or "" for the default model.
         cache_dir: folder of packaged models; a hub's models go to the hub's cache.
 
     Raises:
@@ -53,6 +54,8 @@ def resolve_model(
             return _folder(path)
         if path.is_file():
             return _file(path)
+        if (part := find_first_part(path)) is not None:
+            return _file(part)
     except OSError as error:
         raise ModelError(f"cannot read {model!r}: {error.strerror}") from error
     name = HubName.parse(model)
@@ -85,13 +88,13 @@ def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:
 
 def _folder(path: Path) -> ResolvedModel:
     name = path.resolve().name
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = first_parts(sorted(one.name for one in path.iterdir()))
     if any(path.glob("*.safetensors")):
         return ResolvedModel(path, name)
     if len(ggufs) == 1:
-        return ResolvedModel(ggufs[0], ggufs[0].stem)
+        return _file(path / ggufs[0])
     if ggufs:
-        found = ", ".join(file.name for file in ggufs[:8])
+        found = ", ".join(ggufs[:8])
         raise ModelError(f"{path} holds several GGUF files; give the path of one: {found}")
     if (path / "config.json").is_file():
         return ResolvedModel(path, name)  # the loader reports what is missing
@@ -100,9 +103,11 @@ def _folder(path: Path) -> ResolvedModel:
 
 def _file(path: Path) -> ResolvedModel:
     with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
-    if is_gguf or path.suffix == ".gguf":
-        return ResolvedModel(path, path.stem, packaged_sampling(path))
+        starts_as_one = file.read(4) == b"GGUF"
+    if starts_as_one or is_gguf(path):
+        # Without its first part it is no model: the loader says which part is missing.
+        first = first_part(path) if first_part(path).is_file() else path
+        return ResolvedModel(first, stem_of(path), packaged_sampling(path))
     if path.suffix == ".safetensors" or path.name == "config.json":
         raise ModelError(f"{path} is part of a model; give the folder that holds it")
     raise ModelError(f"{path} is no GGUF file; give a .gguf file or a folder with safetensors")

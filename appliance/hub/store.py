@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.errors import ModelError
+from appliance.gguf_names import is_gguf, parts_of, parts_of_name
 from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED
 from appliance.hub.remote import folder_name, hub_cache
@@ -30,7 +31,7 @@ class KeptModel:
         kind: safetensors or GGUF.
         files: its files; in the hub's cache, links into `blobs`.
         used: Unix seconds of the latest read or change on record.
-        complete: False for a packaged model of the wrong size.
+        complete: False for a packaged model of the wrong size, or a part that is missing.
     """
 
     name: str
@@ -103,7 +104,7 @@ def remove_kept(model: KeptModel) -> int:
     before = _size_of(folder)
     for file in model.files:
         file.unlink()
-    if model.kind == SAFETENSORS or not any(file.suffix == ".gguf" for file in _files(snapshot)):
+    if model.kind == SAFETENSORS or not any(map(is_gguf, _files(snapshot))):
         shutil.rmtree(snapshot)
     _drop_unlinked(folder)
     return before - _size_of(folder)
@@ -136,13 +137,15 @@ def _of_hub() -> Iterator[KeptModel]:
             revision = names.get(snapshot.name, snapshot.name)
             shown = None if revision == "main" else revision
             weights = [file for file in files if file.suffix == ".safetensors"]
-            ggufs = [file for file in files if file.suffix == ".gguf"]
+            ggufs = [file for file in files if is_gguf(file)]
             if weights:
                 rest = tuple(file for file in files if file not in ggufs)
                 yield _kept(HubName(repo, shown), SAFETENSORS, rest)
-            for file in ggufs:
-                inside = str(file.relative_to(snapshot))
-                yield _kept(HubName(repo, shown, inside), GGUF, (file,))
+            for parts in dict.fromkeys(map(parts_of, ggufs)):
+                there = tuple(part for part in parts if part in ggufs)
+                inside = str(parts[0].relative_to(snapshot))
+                kept = _kept(HubName(repo, shown, inside), GGUF, there)
+                yield replace(kept, complete=there == parts)
 
 
 def _kept(name: HubName, kind: str, files: tuple[Path, ...]) -> KeptModel:
@@ -157,7 +160,9 @@ def _matches(wanted: HubName, name: str) -> bool:
     if found is None or found.repo != wanted.repo:
         return False
     revision = (found.revision or "main").startswith(wanted.revision or "")
-    return revision and wanted.file in (None, found.file)
+    if wanted.file is None:
+        return revision
+    return revision and parts_of_name(wanted.file)[0] == found.file
 
 
 def _repositories() -> list[Path]:

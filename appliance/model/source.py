@@ -89,7 +89,7 @@ def open_unchecked(path: Path, *, in_torch: bool = True) -> ModelSource:
     """Open a model as `open_model` does, but leave its tensors unchecked."""
     if path.is_dir():
         return _open_folder(path, in_torch)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file():
         return _open_gguf(path, in_torch)
     raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
 
@@ -180,7 +180,7 @@ def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
     own, stored = names_of_file(family, present)
     spec = with_stored_biases(family.spec(config, str(path)), stored, present)
     weights = GGUFWeights(file, family, spec)
-    return ModelSource(path, replace(family, names=own), config, spec, weights)
+    return ModelSource(file.path, replace(family, names=own), config, spec, weights)
 
 
 def tensor_problems(source: ModelSource) -> Iterator[CheckpointError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from appliance.gguf_names import parts_of
 from gguf import GGUFReader, GGUFValueType
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _OWN = (
     "general.alignment",
     "general.file_type",
     "general.quantization_version",
+    "split.",
 )
 
 
@@ -55,8 +57,9 @@ class FileSettings:
 
     @classmethod
     def of_file(cls, path: Path) -> FileSettings:
-        """Copy those of a GGUF file."""
-        reader = GGUFReader(path)
+        """Copy those of a GGUF model, whose first file has them."""
+        first, *others = parts_of(path)
+        reader = GGUFReader(first)
         found = []
         for entry in reader.fields.values():
             if not entry.name.startswith(_OWN):
@@ -65,7 +68,8 @@ class FileSettings:
                 found.append(FileSetting(entry.name, entry.contents(), kind, inner))
         extra = {
             tensor.name: tensor.data.copy()
-            for tensor in reader.tensors
+            for part in (reader, *map(GGUFReader, others))
+            for tensor in part.tensors
             if tensor.name.startswith("rope_")
         }
         architecture = str(reader.fields["general.architecture"].contents())

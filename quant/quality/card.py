@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.errors import CheckpointError
+from appliance.gguf_names import parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -292,7 +293,7 @@ def read_card(path: Path) -> Card | None:
 def weights_fingerprint(path: Path) -> str:
     """Hash names, sizes, and first and last bytes of a model's weight files."""
     digest = hashlib.blake2b(digest_size=8)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = parts_of(path) if path.is_file() else sorted(path.glob("*.safetensors"))
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())

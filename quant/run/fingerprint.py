@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.gguf_names import parts_of
 from appliance.quant.run.options import RUN_ONLY
 from appliance.version import __version__
 
@@ -45,7 +46,7 @@ def fingerprint_of(
         OSError: a file cannot be read.
     """
     found = {"appliance": __version__}
-    files = [model_path]
+    files = list(parts_of(model_path))
     if model_path.is_dir():
         files = sorted(path for path in model_path.iterdir() if path.suffix in MODEL_FILES)
     found |= {f"model file {path.name}": _content_of(path) for path in files if path.is_file()}

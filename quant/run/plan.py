@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.errors import ApplianceError, ConfigError, QuantizeError
+from appliance.gguf_names import parts_of
 from appliance.model.draft_head import find_head
 from appliance.model.tensors import Role
 from appliance.quant.formats.ggml_blocks import GGUFStore
@@ -229,7 +230,7 @@ def _planned(
 def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:
     """Return a note if the result is larger than its source, else None."""
     path = source.path
-    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    files = parts_of(path) if path.is_file() else path.glob("*.safetensors")
     before = sum(file.stat().st_size for file in files)
     after = sum(tensor.nbytes for tensor in plan.tensors)
     if after <= before:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forked_commands import ForkedCommands
+from ggml_models import write_llama
 from large_model import write_large_model
 
 Fit = Callable[[str], dict[str, Any]]
@@ -49,6 +50,20 @@ def test_a_gguf_file_is_planned_from_its_beginning(fit: Fit, hub: Any, smollm2_g
     ranges = [wanted for _, path, wanted in hub.requests if path.endswith("a.gguf")]
     assert ranges
     assert int(ranges[-1].rpartition("-")[2]) < smollm2_gguf.stat().st_size // 4
+
+
+def test_a_model_in_parts_is_planned_from_their_beginnings(
+    fit: Fit, hub: Any, tmp_path: Path
+) -> None:
+    first = write_llama(tmp_path / "big.gguf", ["Q8_0"], per_part=9)
+    parts = sorted(tmp_path.glob("big-*.gguf"))
+    assert len(parts) == 4
+    hub.repos["org/model"] = {part.name: part.read_bytes() for part in parts}
+    whole = write_llama(tmp_path / "whole.gguf", ["Q8_0"])
+    hub.repos["org/whole"] = {"a.gguf": whole.read_bytes()}
+    planned, alike = fit(f"org/model:{first.name}"), fit("org/whole:a.gguf")
+    weights = [one["candidates"][0]["bytes"]["weights"] for one in (planned, alike)]
+    assert weights[0] == weights[1] > 1_000_000
 
 
 REFUSALS = """

@@ -44,7 +44,7 @@ FOLDER = {
     "original/model.safetensors": b"other",
 }
 GGUFS = {"a-Q4_0.gguf": b"GGUF" + bytes(100), "a-Q8_0.gguf": b"GGUF" + bytes(200)}
-
+PARTS = [f"big-Q4_0-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 
 ResolveAll = Callable[..., list[dict[str, Any]]]
 Resolve = Callable[..., dict[str, Any]]
@@ -148,6 +148,21 @@ def test_one_gguf_file_of_several(resolve_all: ResolveAll, hub: Any, tmp_path: P
     assert "several GGUF files; name one as org/model-GGUF:FILE" in unnamed["error"]
 
 
+def test_all_parts_of_a_model(resolve_all: ResolveAll, hub: Any, tmp_path: Path) -> None:
+    """Named by any of them, and in the cache only together."""
+    content = {part: b"GGUF" + bytes(50 + number) for number, part in enumerate(PARTS)}
+    hub.repos["org/big"] = {**content, **GGUFS}
+    found, second = resolve_all([f"org/big:{PARTS[1]}", f"org/big:{PARTS[0]}"], hub.url)
+    path = Path(found["path"])
+    assert path.name == PARTS[0]
+    assert second["path"] == found["path"]
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == content
+    assert sorted(hub.downloaded()) == PARTS
+    path.with_name(PARTS[2]).unlink()
+    (cut,) = resolve_all([f"org/big:{PARTS[0]}"], "http://127.0.0.1:9")
+    assert "it is not in the cache" in cut["error"]
+
+
 def test_missing_and_refused_repositories(
     resolve_all: ResolveAll, resolve: Resolve, hub: Any, tmp_path: Path
 ) -> None:
@@ -178,6 +193,10 @@ def test_no_way_to_the_hub(resolve: Resolve, tmp_path: Path) -> None:
          ["model-1-of-2.safetensors", "model-2-of-2.safetensors", "model.safetensors.index.json"]),
         (["a.gguf", "README.md"], None, ["a.gguf"]),
         (["sub/a.gguf", "b.gguf"], "sub/a.gguf", ["sub/a.gguf"]),
+        (["A.GGUF", "mmproj-A-f16.gguf"], None, ["A.GGUF"]),
+        ([*PARTS, "README.md"], None, PARTS),
+        ([*PARTS, "b.gguf"], PARTS[1], PARTS),
+        ([f"sub/{part}" for part in PARTS], f"sub/{PARTS[0]}", [f"sub/{part}" for part in PARTS]),
     ],
 )  # fmt: skip
 def test_choice_of_files(names: list[str], filename: str | None, chosen: list[str]) -> None:
@@ -192,6 +211,8 @@ def test_choice_of_files(names: list[str], filename: str | None, chosen: list[st
         (["a.gguf", "b.gguf"], None, "several GGUF files"),
         (["a.gguf"], "c.gguf", "no GGUF file 'c.gguf'; it has a.gguf"),
         (["model.safetensors"], "c.gguf", "try org/m without a file name"),
+        (PARTS[:2], None, f"org/m lacks {PARTS[2]}, one of 3 parts"),
+        ([*PARTS, "b.gguf"], None, f"name one as org/m:FILE, of {PARTS[0]}, b.gguf"),
     ],
 )
 def test_repositories_with_nothing_to_use(

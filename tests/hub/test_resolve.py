@@ -122,6 +122,21 @@ def test_what_is_no_model_says_what_is(
     assert nothing_is_downloaded == {}
 
 
+def test_a_model_is_found_by_any_part_or_what_their_names_begin_with(tmp_path: Path) -> None:
+    parts = [tmp_path / f"big [Q4]-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    for named in (*parts, tmp_path / "big [Q4]", tmp_path):
+        found = find(str(named), tmp_path)
+        assert (found.path, found.name) == (parts[0], "big [Q4]")
+    (tmp_path / "other.GGUF").write_bytes(b"GGUF")
+    assert find(str(tmp_path / "other.GGUF"), tmp_path).name == "other"
+    with pytest.raises(ModelError, match=r"several GGUF files.*: big \[Q4\]-00001.*, other.GGUF"):
+        find(str(tmp_path), tmp_path)
+    parts[0].unlink()
+    assert find(str(parts[1]), tmp_path).path == parts[1], "the loader names what is missing"
+
+
 def test_near_names_are_offered(tmp_path: Path) -> None:
     (tmp_path / "SmolLM2-135M.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"did you mean .*SmolLM2-135M\.Q4_1\.gguf\?"):

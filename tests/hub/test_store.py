@@ -9,7 +9,7 @@ import pytest
 
 from appliance.errors import ModelError
 from appliance.hub import remote, store
-from appliance.hub.hashes import find_damaged, known_hashes_of
+from appliance.hub.hashes import find_damaged, known_hashes, known_hashes_of
 from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED
 
@@ -108,6 +108,24 @@ def test_a_file_goes_with_the_last_model_that_needs_it(cache: Path, tmp_path: Pa
 def test_one_gguf_file_of_several_is_removed(cache: Path, tmp_path: Path) -> None:
     assert store.remove_kept(store.find_kept("org/gguf:a-Q4_0.gguf", tmp_path)) == 6
     assert store.find_kept("org/gguf", tmp_path).name == "org/gguf:sub/b-Q8_0.gguf"
+
+
+def test_parts_of_a_model_are_one(cache: Path, tmp_path: Path) -> None:
+    folder = cache / "models--org--gguf"
+    parts = [f"sub/big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        link(folder, NEW, part, b"GGUF" + bytes(10 + number))
+    kept = store.find_kept(f"org/gguf:{parts[1]}", tmp_path)
+    assert (kept.name, kept.num_bytes, kept.complete) == (f"org/gguf:{parts[0]}", 29, True)
+    expected = known_hashes_of(kept.files)
+    assert [file.name for file in expected] == [part.removeprefix("sub/") for part in parts]
+    assert known_hashes(kept.files[0]) == expected
+    assert len(store.kept_models(tmp_path)) == 5
+    kept.files[1].unlink()
+    assert not store.find_kept(f"org/gguf:{parts[0]}", tmp_path).complete
+    link(folder, NEW, parts[1], b"GGUF" + bytes(11))
+    assert store.remove_kept(store.find_kept(f"org/gguf:{parts[0]}", tmp_path)) == 29
+    assert len(store.kept_models(tmp_path)) == 4
 
 
 def test_what_broke_off_is_listed_and_can_be_removed(cache: Path) -> None:

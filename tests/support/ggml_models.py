@@ -30,13 +30,15 @@ def write_llama(
     layers: int = LAYERS,
     architecture: str = "llama",
     biased: Sequence[str] = (),
+    per_part: int = 0,
 ) -> Path:
     """Write it; weights are as large as those of trained models, norms are 1.
 
     Args:
         biased: parts of a layer with a bias.
+        per_part: tensors in a file, if gguf's writer splits the model; the first part is returned.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
     writer.add_block_count(layers)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -56,7 +58,7 @@ def write_llama(
 
     def matrix(name: str, rows: int, width: int) -> None:
         kind = next(names)
-        blocks = blocks_of(kind, rows, width, seed=len(writer.tensors[0]))
+        blocks = blocks_of(kind, rows, width, seed=sum(map(len, writer.tensors)))
         number = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=number)
 
@@ -82,7 +84,7 @@ def write_llama(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not per_part else min(path.parent.glob(f"{path.stem}-*-of-*"))
 
 
 def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.errors import AdapterError
+from appliance.gguf_names import is_gguf
 from appliance.model.adapters.base_factors import on_base
 from appliance.model.adapters.gguf_adapter import read_gguf
 from appliance.model.adapters.peft_folder import read_folder
@@ -30,7 +31,7 @@ def read_adapter(path: Path, base: ModelSource, most_ranks: int) -> Adapter:
     targets = adapter_targets(base.spec, base.family.names)
     if path.is_dir():
         adapter = read_folder(path, base, targets)
-    elif path.is_file() and path.suffix == ".gguf":
+    elif path.is_file() and is_gguf(path):
         adapter = read_gguf(path, base, targets)
     else:
         raise AdapterError(
