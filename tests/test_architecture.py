@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
         "model.source", "quant.quality.card", "engine.links", "server.gpu", "server.listener",
-        "tui.server",
+        "tui.server", "checkpoint", "gguf", "model.families.limits", "tokenizer",
         "engine.sampling_params", "llm",
     },
     "llm": {

@@ -11,6 +11,14 @@ from appliance.errors import ConfigError
 
 
 def doctor(
+    read: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Say instead what is made of everything unusual in this folder or .gguf file.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Check this model, and run it here if no server answers."),
@@ -31,19 +39,24 @@ def doctor(
 ) -> None:
     """Check machine, settings, model files and server; each finding says how to fix it.
 
+    With MODEL, read that model alone: its settings, tensors, tokens and templates.
+
     Nothing is changed or fetched. The exit status is 1 if a finding is a failure.
     """
     from appliance.doctor.examination import examine, scope_of
     from appliance.doctor.finding import Grade
+    from appliance.doctor.model_contents import CONTENTS
     from appliance.doctor.redaction import hide_keys, hide_people
     from appliance.doctor.report import as_json as write_json
     from appliance.doctor.report import as_line, as_markdown, summary
 
     if as_json and report:
         raise ConfigError("--json and --report were given; leave one out")
-    scope = scope_of(config, model, url, is_quick=quick)
+    if read is not None and (model or url or quick):
+        raise ConfigError("MODEL is read without a server; leave out --model, --url and --quick")
+    scope = scope_of(config, read or model, url, is_quick=quick)
     findings = []
-    for finding in examine(scope):
+    for finding in examine(scope, None if read is None else CONTENTS):
         findings.append(finding)
         if not (as_json or report):
             typer.echo(hide_keys(as_line(finding), scope))

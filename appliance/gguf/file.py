@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.gguf.header import read_header
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -45,6 +48,12 @@ class GGUFFile:
     def metadata(self) -> dict[str, Any]:
         """Values by key; arrays are lists."""
         return self._header.metadata
+
+    def with_metadata(self, metadata: Mapping[str, Any]) -> GGUFFile:
+        """Return the same tensors under other metadata."""
+        other = copy(self)
+        other._header = replace(self._header, metadata=dict(metadata))
+        return other
 
     def tensor_names(self) -> list[str]:
         """List all tensors, in the order of the file."""

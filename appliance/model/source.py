@@ -85,17 +85,24 @@ def open_model(path: Path, *, in_torch: bool = True) -> ModelSource:
     return replace(source, notes=(*source.notes, *leftover_notes(leftovers(source))))
 
 
-def open_unchecked(path: Path, *, in_torch: bool = True) -> ModelSource:
-    """Open a model as `open_model` does, but leave its tensors unchecked."""
+def open_unchecked(
+    path: Path, *, in_torch: bool = True, settings: Mapping[str, Any] | None = None
+) -> ModelSource:
+    """Open a model as `open_model` does, but leave its tensors unchecked.
+
+    Args:
+        settings: replace config.json's, or a GGUF file's metadata, to learn what depends on them.
+    """
     if path.is_dir():
-        return _open_folder(path, in_torch)
+        return _open_folder(path, in_torch, settings)
     if path.is_file():
-        return _open_gguf(path, in_torch)
+        return _open_gguf(path, in_torch, settings)
     raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
 
 
-def _open_folder(path: Path, in_torch: bool) -> ModelSource:
+def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None) -> ModelSource:
     folder = SafetensorsFolder(path, in_torch=in_torch)
+    folder.config = folder.config if settings is None else dict(settings)
     origin = str(path / CONFIG_NAME)
     text = text_settings(folder.config)
     is_part, config = text is not None, text or dict(folder.config)
@@ -135,8 +142,12 @@ def _with_stored_ends(source: ModelSource, folder: SafetensorsFolder) -> ModelSo
 def _of_merged(config: Mapping[str, Any]) -> Family | None:
     """Find the family of a text that merging tools left alone under its whole's architecture."""
     named = config.get("architectures")
-    is_whole = isinstance(named, list) and str(named[:1]).endswith("ForConditionalGeneration']")
-    return family_of_text(config) if is_whole else None
+    wholes = (
+        [name for name in named if str(name).endswith("ForConditionalGeneration")]
+        if (isinstance(named, list))
+        else []
+    )
+    return family_of_text(config) if wholes else None
 
 
 def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> WeightReader:
@@ -170,8 +181,9 @@ def _open_fallback(
     return ModelSource(folder.path, fallback.family, config, spec, found, fallback, notes)
 
 
-def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
+def _open_gguf(path: Path, in_torch: bool, settings: Mapping[str, Any] | None) -> ModelSource:
     file = GGUFFile(path, in_torch=in_torch, vocabulary=False)
+    file = file if settings is None else file.with_metadata(settings)
     family = family_of_gguf(file.metadata)
     assert family.gguf is not None
     config = family.gguf.config(file)

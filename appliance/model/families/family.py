@@ -88,11 +88,15 @@ class Family:
             CheckpointError: a setting is missing, of the wrong type or out of range.
             UnsupportedModelError: a setting asks for unsupported arithmetic.
         """
-        usual = class_defaults(config.get("model_type")) or class_defaults(self.model_type)
-        reader = ConfigReader(config, origin, usual)
+        reader = self.reader(config, origin)
         spec = self.read(reader)
         reader.refuse_unread()
         if spec.has_experts:
             reader.refuse_unknown_routing()
         check_spec(spec, origin)
         return spec
+
+    def reader(self, config: Mapping[str, Any], origin: str = "config.json") -> ConfigReader:
+        """Return a reader of a Hugging Face config that knows its class's defaults."""
+        usual = class_defaults(config.get("model_type")) or class_defaults(self.model_type)
+        return ConfigReader(config, origin, usual)

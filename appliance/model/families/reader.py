@@ -177,6 +177,16 @@ class ConfigReader:
         """Return True if the class has a value for the setting when it is absent."""
         return key in self._usual.values
 
+    def assumed(self) -> dict[str, Any]:
+        """Return the class's values of the settings that were read and are absent."""
+        absent = self._read - self._values.keys()
+        return {key: self._usual.values[key] for key in sorted(absent & self._usual.values.keys())}
+
+    def without_effect(self) -> dict[str, Any]:
+        """Return the settings that nothing read and the class does not know."""
+        unread = self._values.keys() - self._read
+        return {key: self._values[key] for key in sorted(unread) if not self.knows(key)}
+
     def section(self, key: str, usual: ClassDefaults | None = None) -> ConfigReader:
         """Read the settings nested under a key; empty if it is absent."""
         value = self.value(key, {})

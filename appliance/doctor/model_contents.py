@@ -1,0 +1,321 @@
+"""Reads one model as a server would, and says what is made of everything unusual in it.
+
+Goes on after a fault, so that one report holds all of them. Starts no server and loads no weights.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.checkpoint import CONFIG_NAME
+from appliance.doctor.finding import Check, Finding, Grade, Scope
+from appliance.errors import ApplianceError
+from appliance.files import read_json
+from appliance.gguf import GGUFFile
+from appliance.model.families.limits import short
+from appliance.wording import counted
+
+if TYPE_CHECKING:
+    from appliance.model.source import ModelSource
+    from appliance.tokenizer import Tokenizer
+    from appliance.tokenizer.isolation import IsolatedTemplate
+
+_MOST_NAMED = 12
+_SECONDS_FOR_MORE = 10.0  # transformers' modules take seconds to be described
+# Settings of every config.json that describe the file rather than the model.
+_OF_EVERY_FILE = frozenset(
+    {
+        "architectures", "auto_map", "dtype", "model_type", "quantization_config", "torch_dtype",
+        "transformers_version", "use_cache", "_name_or_path",
+    }
+)  # fmt: skip
+_HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
+_SYSTEM: dict[str, Any] = {"role": "system", "content": "Be-brief-17"}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00001",  # nine characters, as Mistral's templates insist on
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
+        }
+    ],
+}
+_RESULT: dict[str, Any] = {
+    "role": "tool",
+    "name": "get_weather",
+    "tool_call_id": "call00001",
+    "content": "sunshine-23",
+}
+
+
+# Chats that clients send, and the words of each that a template must not leave out.
+_CHATS: tuple[
+    tuple[str, list[dict[str, Any]], list[dict[str, Any]] | None, tuple[str, ...]], ...
+] = (
+    ("a chat", [_HELLO], None, ("Hello",)),
+    ("a system message", [_SYSTEM, _HELLO], None, ("Be-brief-17",)),
+    ("tools", [_HELLO], [_TOOL], ("get_weather",)),
+    ("calls and results of tools", [_HELLO, _CALL, _RESULT], [_TOOL], ("Rome", "sunshine-23")),
+)
+
+
+def check_weights(scope: Scope) -> Iterator[Finding]:
+    """Say what is made of a model's settings and tensors."""
+    path = scope.model.path if scope.model is not None else None
+    if path is None:
+        name = scope.engine.model or "the default model"
+        found = scope.model_problem or f"{name} is not on this machine"
+        yield Finding("model", Grade.FAIL, found, f"`appliance models pull {name}` fetches it")
+        return
+    yield Finding("model", Grade.OK, str(path))
+    source = yield from _settings(path)
+    if source is not None:
+        yield from _tensors(source)
+        yield from _weights(source)
+
+
+def check_texts(scope: Scope) -> Iterator[Finding]:
+    """Say what is made of a model's tokens, chat template and sampling defaults."""
+    if scope.model is not None:
+        yield from _tokenizer(scope.model.path)
+
+
+CONTENTS: tuple[Check, ...] = (check_weights, check_texts)
+
+
+def _settings(path: Path) -> Generator[Finding, None, ModelSource | None]:
+    from appliance.model.source import open_unchecked
+
+    try:
+        source = open_unchecked(path)
+    except ApplianceError as error:
+        yield _failed("model", error, path)
+        for further in _further_refusals(path, str(error)):
+            yield _failed("setting", further, path)
+        return None
+    yield Finding("family", Grade.OK, _description(source))
+    if path.is_dir() and source.fallback is None:
+        yield from _keys(source)
+    for note in source.notes:
+        yield Finding("note", Grade.WARN, note)
+    return source
+
+
+def _further_refusals(path: Path, first: str) -> Iterator[ApplianceError]:
+    """Find what would be refused after what is, by changing the setting that each names."""
+    from appliance.model.source import open_unchecked
+
+    def refusal(settings: Mapping[str, Any]) -> ApplianceError | None:
+        try:
+            open_unchecked(path, settings=settings)
+        except ApplianceError as error:
+            return error
+        return None
+
+    try:
+        settings = read_json(path / CONFIG_NAME) if path.is_dir() else GGUFFile(path).metadata
+    except ApplianceError:
+        return
+    deadline, words = time.monotonic() + _SECONDS_FOR_MORE, first
+    while time.monotonic() < deadline:
+        for key, other in _others(settings, words):
+            found = refusal(other)
+            if found is None:
+                return
+            if not _names(str(found), key) and str(found) != words:
+                break
+        else:
+            return
+        yield found
+        settings, words = other, str(found)
+
+
+def _others(settings: Mapping[str, Any], words: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield settings in which one that the words name is left out, neutral or like another."""
+    numbers = {value for value in settings.values() if type(value) is int}
+    for key in sorted(settings.keys() - _OF_EVERY_FILE):
+        if _names(words, key):
+            yield key, {name: value for name, value in settings.items() if name != key}
+            for value in (None, False, 1, *sorted(numbers)):
+                yield key, {**settings, key: value}
+
+
+def _names(words: str, key: str) -> bool:
+    """Return True if an error is about a setting; a GGUF file's has a prefix before its name."""
+    return re.search(rf"[: ]{re.escape(key.partition('.')[2] or key)}\b", words) is not None
+
+
+def _keys(source: ModelSource) -> Iterator[Finding]:
+    """Say which settings are assumed, and which change nothing."""
+    reader = source.family.reader(source.config)
+    source.family.read(reader)
+    if assumed := reader.assumed():
+        found = f"absent, so as the class of {source.config.get('model_type')} has them: "
+        yield Finding("settings", Grade.OK, found + _listed(assumed))
+    idle = {key: v for key, v in reader.without_effect().items() if key not in _OF_EVERY_FILE}
+    if idle:
+        yield Finding("settings", Grade.OK, f"unknown to the class, no effect: {_listed(idle)}")
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {short(value)}" for key, value in settings.items())
+
+
+def _description(source: ModelSource) -> str:
+    spec = source.spec
+    by = "described here" if source.fallback is None else "executed by transformers' modules"
+    return (
+        f"{spec.architecture}, {by}; {counted(len(spec.layers), 'layer')} of width"
+        f" {spec.hidden_size:,}, {spec.vocab_size:,} tokens, {spec.context_length:,} positions"
+    )
+
+
+def _tensors(source: ModelSource) -> Iterator[Finding]:
+    from appliance.model.source import tensor_problems
+
+    problems = [_without_path(error, source.path) for error in tensor_problems(source)]
+    for problem in problems[:_MOST_NAMED]:
+        words, _, fix = problem.rpartition("; ")
+        yield Finding("tensor", Grade.FAIL, words or problem, fix if words else "")
+    if len(problems) > _MOST_NAMED:
+        yield Finding("tensor", Grade.FAIL, f"and {len(problems) - _MOST_NAMED} more like these")
+    if not problems:
+        yield Finding("tensors", Grade.OK, f"{counted(len(source.slots()), 'tensor')} in place")
+
+
+def _weights(source: ModelSource) -> Iterator[Finding]:
+    """Say in which formats linears are, what is left out, and what loading notes."""
+    if source.path.is_file():
+        file = GGUFFile(source.path, vocabulary=False)
+        matrices = [name for name in file.tensor_names() if len(file.shape(name)) > 1]
+        kinds = Counter(file.type_name(name) for name in matrices)
+    else:
+        matrices = [slot.name for slot in source.slots() if len(slot.shape) == 2]
+        kinds = Counter(_kind_of(source, name) for name in matrices)
+    yield Finding("weights", Grade.OK, ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
+    for note in source.weights.notes():
+        yield Finding("note", Grade.OK, note)
+
+
+def _kind_of(source: ModelSource, name: str) -> str:
+    bits, float_bits = source.weights.packed_bits(name), source.weights.float_bits(name)
+    if float_bits is not None:
+        return f"in {float_bits}-bit floats"
+    return "dense" if bits is None else f"in {bits} bits"
+
+
+def _tokenizer(path: Path) -> Iterator[Finding]:
+    from appliance.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_path(path)
+    except ApplianceError as error:
+        yield _failed("tokens", error, path)
+        return
+    try:
+        yield from _tokens(tokenizer, _rows_of(path))
+        for note in tokenizer.notes:
+            yield Finding("note", Grade.WARN, note)
+        yield from _template(tokenizer)
+    finally:
+        tokenizer.close()
+    found = str(tokenizer.sampling) or "none; a request without them samples at temperature 1"
+    origin = f" ({tokenizer.sampling.source})" if tokenizer.sampling.source else ""
+    yield Finding("sampling", Grade.OK, f"the makers' defaults: {found}{origin}")
+
+
+def _rows_of(path: Path) -> int | None:
+    """Return the number of tokens that a model embeds; None if it cannot be opened."""
+    from appliance.model.source import open_unchecked
+
+    try:
+        return open_unchecked(path).spec.vocab_size
+    except ApplianceError:
+        return None
+
+
+def _tokens(tokenizer: Tokenizer, rows: int | None) -> Iterator[Finding]:
+    """Say what begins and ends a text, and compare the vocabulary with the embedding."""
+    first = "begins with no token of its own"
+    if tokenizer.add_bos and tokenizer.bos_token_id is not None:
+        first = f"begins with {tokenizer.token_text(tokenizer.bos_token_id)!r}"
+    ends = ", ".join(repr(tokenizer.token_text(end)) for end in tokenizer.eos_token_ids)
+    words = f"{tokenizer.vocab_size:,} tokens; a text {first}; an answer ends with {ends}"
+    if tokenizer.eos_token_ids:
+        yield Finding("tokens", Grade.OK, words)
+    else:
+        fix = "set eos_token_id in generation_config.json, or give `stop` with each request"
+        yield Finding("tokens", Grade.WARN, f"{words}nothing but the limit of tokens", fix)
+    if rows is not None and tokenizer.vocab_size > rows:
+        found = f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's embedding {rows:,}"
+        fix = "a text with one of the last tokens is refused; use the model's own tokenizer"
+        yield Finding("tokens", Grade.WARN, found, fix)
+    if tokenizer.is_isolated:
+        found = "it splits texts by rules that are not known here; a process with limits runs them"
+        yield Finding("splitting", Grade.OK, found)
+
+
+def _template(tokenizer: Tokenizer) -> Iterator[Finding]:
+    """Try the chat template on the chats that clients send."""
+    from appliance.tokenizer.isolation import IsolatedTemplate
+
+    template = tokenizer.chat_template
+    if template is None:
+        found = "none: chats are refused, completions work; a base model has none"
+        yield Finding("chat template", Grade.OK, found)
+        return
+    size = f"{len(template.source):,} characters"
+    if template.tool_source is not None:
+        size += f", and {len(template.tool_source):,} of a second one for chats with tools"
+    yield Finding("chat template", Grade.OK, size)
+    isolated = IsolatedTemplate(template)
+    try:
+        for name, messages, tools, marks in _CHATS:
+            yield _rendered(isolated, name, messages, tools, marks)
+    finally:
+        isolated.close()
+
+
+def _rendered(
+    template: IsolatedTemplate,
+    name: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    marks: Iterable[str],
+) -> Finding:
+    try:
+        text = template.render(messages, tools=tools)
+    except ApplianceError as error:
+        reason = str(error).rpartition("these messages: ")[2]
+        fix = "a client that sends this gets an error; use a model whose template takes it"
+        return Finding("chat template", Grade.WARN, f"refuses {name}: {reason}", fix)
+    missing = [mark for mark in marks if mark not in text]
+    if missing:
+        found = f"leaves out {name}: the model does not see them"
+        return Finding("chat template", Grade.WARN, found, "use a model whose template has them")
+    return Finding("chat template", Grade.OK, f"takes {name}")
+
+
+def _failed(name: str, error: ApplianceError, path: Path) -> Finding:
+    words, _, fix = _without_path(error, path).rpartition("; ")
+    return Finding(name, Grade.FAIL, words or fix, fix if words else "")
+
+
+def _without_path(error: ApplianceError, path: Path) -> str:
+    """Return an error's words; the report's head names the path."""
+    return str(error).removeprefix(f"{path.name}: ").replace(f"{path}/", "")

@@ -1,0 +1,147 @@
+"""A report on a model names everything unusual in it at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from byte_tokenizer import save_byte_tokenizer
+from gguf_files import write_gguf_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from appliance.cli import app
+from appliance.doctor.examination import scope_of
+from appliance.doctor.finding import Finding, Grade
+from appliance.doctor.model_contents import check_texts, check_weights
+
+Report = Callable[[Path], list[Finding]]
+
+
+@pytest.fixture
+def report() -> Report:
+    def run(path: Path) -> list[Finding]:
+        scope = scope_of(model=str(path))
+        return [*check_weights(scope), *check_texts(scope)]
+
+    return run
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_llama, path)
+    save_byte_tokenizer(path)
+    return path
+
+
+def change(folder: Path, *left_out: str, **values: Any) -> None:
+    file = folder / "config.json"
+    settings = json.loads(file.read_text()) | values
+    for key in left_out:
+        settings.pop(key, None)
+    file.write_text(json.dumps(settings))
+
+
+def found(findings: list[Finding], grade: Grade) -> str:
+    return "\n".join(f"{one.name}: {one.found}" for one in findings if one.grade is grade)
+
+
+def test_a_sound_folder_has_nothing_to_mend(folder: Path, report: Report) -> None:
+    findings = report(folder)
+    assert {one.grade for one in findings if one.name != "chat template"} == {Grade.OK}
+    words = found(findings, Grade.OK)
+    assert "family: llama, described here; 2 layers" in words
+    assert "'<|im_end|>'" in words
+    assert "takes a system message" in words
+
+
+def test_settings_that_are_assumed_or_without_effect(folder: Path, report: Report) -> None:
+    change(folder, "rms_norm_eps", "hidden_act", use_flash=True)
+    words = found(report(folder), Grade.OK)
+    usual: Any = LlamaConfig()
+    assert f"rms_norm_eps = {usual.rms_norm_eps!r}" in words
+    assert f"hidden_act = {usual.hidden_act!r}" in words
+    assert "no effect: use_flash = True" in words
+
+
+def test_every_refused_setting_is_named(folder: Path, report: Report) -> None:
+    change(
+        folder,
+        hidden_act="situ",
+        num_key_value_heads=3,
+        max_position_embeddings="long",
+        rope_scaling={"rope_type": "odd"},
+    )
+    words = found(report(folder), Grade.FAIL)
+    for one in ("'situ'", "num_key_value_heads = 3", "'long'", "'odd'"):
+        assert words.count(one) == 1, words
+
+
+def test_every_wrong_tensor_is_named(folder: Path, report: Report) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_up.weight"] = torch.ones(2, 2)
+    tensors["model.norm.weight"] = torch.ones(3)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    words = found(report(folder), Grade.FAIL)
+    assert "model.layers.1.self_attn.k_proj.weight is missing" in words
+    assert "model.norm.weight has shape (3,)" in words
+    assert "model.layers.0.mlp.gate_up.weight has no place" in words
+
+
+def test_a_head_of_other_values_is_noted(folder: Path, report: Report) -> None:
+    change(folder, tie_word_embeddings=True)
+    assert "the head of the file is kept" in found(report(folder), Grade.WARN)
+
+
+def test_templates_that_leave_something_out(folder: Path, report: Report) -> None:
+    save_byte_tokenizer(
+        folder,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    words = found(report(folder), Grade.WARN)
+    assert "refuses a system message: no system here" in words
+    assert "leaves out tools" in words
+    assert "leaves out calls and results" in words
+    assert "leaves out a chat" not in words
+
+
+def test_more_tokens_than_the_model_embeds(folder: Path, report: Report) -> None:
+    save_byte_tokenizer(folder, special=[f"<more{n}>" for n in range(300)])
+    assert "the tokenizer has 572 tokens, the model's embedding 512" in found(
+        report(folder), Grade.WARN
+    )
+
+
+def test_a_gguf_file(tmp_path: Path, report: Report) -> None:
+    sizes = {
+        "block_count": 1, "context_length": 64, "embedding_length": 32,
+        "feed_forward_length": 48, "attention.head_count": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.clamp_kqv": 3.0, "attention.max_alibi_bias": 8.0,
+    }  # fmt: skip
+    tensors = {"token_embd.weight": torch.ones(40, 32), "blk.0.odd.weight": torch.ones(4, 4)}
+    words = found(report(write_gguf_file(tmp_path / "m.gguf", "llama", sizes, tensors)), Grade.FAIL)
+    assert "attention.clamp_kqv = 3.0" in words
+    assert "attention.max_alibi_bias = 8.0" in words
+    assert "holds no tokenizer" in words
+
+
+def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["doctor", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "tensors in place" in result.stdout
+    assert "server" not in result.stdout
+    change(folder, hidden_act="situ")
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--report"])
+    assert result.exit_code == 1
+    assert "| fail | model | config.json: hidden_act = 'situ' is not supported |" in result.stdout
+    assert "leave out" in str(CliRunner().invoke(app, ["doctor", str(folder), "--quick"]).exception)
