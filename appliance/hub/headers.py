@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.gguf_names import is_gguf
-from appliance.hub.remote import SIDE_FILES, TIMEOUT, choose_files, refusal
+from appliance.hub.remote import (
+    FOLDERS,
+    OLDER_TOKENIZERS,
+    SIDE_FILES,
+    TIMEOUT,
+    choose_files,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +72,8 @@ def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], objec
         files = choose_files(repo_id, list(sizes), model.file)
         for name in files:
             path, size = folder / Path(name).name, sizes[name]
+            if name.startswith(FOLDERS) or name in OLDER_TOKENIZERS:
+                continue  # no part of a header
             if name.endswith(SIDE_FILES):
                 path.write_bytes(fetch(name, 0, size) if size else b"")
             elif is_gguf(name):

@@ -25,6 +25,9 @@ ChooseFiles = Callable[[str, list[str], str | None], list[str]]
 
 TIMEOUT = 10.0  # seconds for the hub to answer
 SIDE_FILES = (".json", ".jinja")
+# Folders whose side files are read, too: templates for tools, and settings of embedding models.
+FOLDERS = ("additional_chat_templates/", "1_Pooling/", "1_LogitScore/")
+OLDER_TOKENIZERS = ("tokenizer.model", "merges.txt")  # read where there is no tokenizer.json
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -118,7 +121,13 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
     top = [name for name in names if "/" not in name]
     weights = [n for n in top if n.startswith("model") and n.endswith(".safetensors")]
     if weights:
-        return weights + [name for name in top if name.endswith(SIDE_FILES)]
+        older = () if "tokenizer.json" in top else OLDER_TOKENIZERS
+        return weights + [
+            name
+            for name in names
+            if (name.endswith(SIDE_FILES) and (name in top or name.startswith(FOLDERS)))
+            or name in older
+        ]
     # Projectors of images belong to another file, and are no models.
     models = [name for name in ggufs if not Path(name).name.startswith("mmproj")]
     if len(models) == 1:

@@ -75,8 +75,13 @@ class ConfiguredTokens:
         return {role: str(token.content) for role, token in self.roles.items()}
 
     @classmethod
-    def read(cls, path: Path, backend: Tokenizer) -> ConfiguredTokens:
-        """Read them from a folder, for the vocabulary of its tokenizer.json.
+    def read(
+        cls, path: Path, backend: Tokenizer, usual_roles: Mapping[str, str]
+    ) -> ConfiguredTokens:
+        """Read them from a folder, for a tokenizer without them.
+
+        Args:
+            usual_roles: texts of roles that the files do not name.
 
         Raises:
             CheckpointError: a file is damaged; the message names it and the key.
@@ -85,7 +90,7 @@ class ConfiguredTokens:
         special_map = optional_json(path / "special_tokens_map.json")
         if "added_tokens_decoder" in config:
             special_map = {}  # the older file is read only without the newer key
-        named = _class_roles(config, backend) | config | special_map
+        named = _class_roles(config, backend) | {**usual_roles} | config | special_map
         roles = {
             key: token
             for key, value in named.items()
@@ -212,7 +217,8 @@ def _set_space_prefix(backend: Tokenizer, config: Mapping[str, Any]) -> None:
     wanted = config.get("add_prefix_space")
     if kind in _BYTE_LEVEL:
         rules: Any = backend.pre_tokenizer
-        for rule in rules if isinstance(rules, pre_tokenizers.Sequence) else [rules]:
+        is_sequence = isinstance(rules, pre_tokenizers.Sequence)
+        for rule in rules if is_sequence else [rules]:
             if isinstance(rule, pre_tokenizers.ByteLevel):
                 rule.add_prefix_space = bool(wanted)
     elif kind == _LLAMA and isinstance(wanted, bool) and not _is_byte_level(backend):

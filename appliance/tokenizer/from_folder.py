@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
-from appliance.tokenizer.configured_tokens import ConfiguredTokens, optional_json
+from appliance.tokenizer.configured_tokens import CONFIG, ConfiguredTokens, optional_json
 from appliance.tokenizer.pre_tokenizers import unknown_patterns
 from appliance.tokenizer.source import TokenizerSource, new_separator, with_end_of_turn
 
@@ -21,18 +22,17 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 128 * 2**20  # the largest in use have under 40 MiB
 
-GENERATION = "generation_config.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 
 def load_from_folder(path: Path) -> TokenizerSource:
-    """Read tokenizer.json and the small files beside it.
+    """Read tokenizer.json, or older files in its place, and the small files beside it.
 
     Raises:
-        ModelError: tokenizer.json is missing or damaged, or its rules take too long.
+        ModelError: these files are missing or damaged, or their rules take too long.
         ChatTemplateError: the chat template is unusable.
     """
-    patterns = unknown_patterns(_content_of(path))
-    if not patterns:
+    if not (path / TOKENIZER).is_file() or not unknown_patterns(_content_of(path)):
         return read_folder(path)
     from appliance.tokenizer.isolation import IsolatedEncoder
 
@@ -45,16 +45,24 @@ def read_folder(path: Path) -> TokenizerSource:
     """Read the folder in this process, even if its rules are unknown.
 
     Raises:
-        ModelError: tokenizer.json is missing or damaged.
+        ModelError: its files are missing or damaged.
         ChatTemplateError: the chat template is unusable.
     """
-    backend = _read_backend(path)
-    tokens = ConfiguredTokens.read(path, backend)
+    model = optional_json(path / "config.json")
+    older = None
+    if not (path / TOKENIZER).is_file():
+        from appliance.tokenizer.older_files import read_older_files
+
+        older = read_older_files(path, optional_json(path / CONFIG), model.get("model_type", ""))
+    backend = _read_backend(path) if older is None else older.backend
+    tokens = ConfiguredTokens.read(path, backend, {} if older is None else older.roles)
     notes = tokens.apply_to(backend)
+    if older is not None:
+        _put_around(backend, tokens, usual_bos=older.add_bos)
     generation = optional_json(path / GENERATION)
     named = [
         *_ids(generation.get("eos_token_id")),
-        *_ids(optional_json(path / "config.json").get("eos_token_id")),
+        *_ids(model.get("eos_token_id")),
         _token_id(backend, tokens.contents.get("eos_token")),
     ]
     return TokenizerSource(
@@ -69,11 +77,7 @@ def read_folder(path: Path) -> TokenizerSource:
 
 
 def _content_of(path: Path) -> bytes:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        found = [name for name in ("tokenizer.model", "vocab.json") if (path / name).is_file()]
-        hint = f"it has {found[0]}, from which transformers can make one" if found else ""
-        raise ModelError(f"{path} has no tokenizer.json{f': {hint}' if hint else ''}; add it")
+    file = path / TOKENIZER
     if (size := file.stat().st_size) > MAX_TOKENIZER_BYTES:
         raise ModelError(f"{file} has {size >> 20} MiB, more than any tokenizer; download it again")
     return file.read_bytes()
@@ -84,12 +88,34 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more specific
-        file = path / "tokenizer.json"
+        file = path / TOKENIZER
         raise ModelError(f"{file} is damaged: {error}; download it again") from error
     # Either would silently change a prompt.
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _put_around(
+    backend: tokenizers.Tokenizer, tokens: ConfiguredTokens, *, usual_bos: bool
+) -> None:
+    """Put BOS and EOS around texts: without a tokenizer.json the configuration decides."""
+    wanted = {
+        "bos_token": tokens.config.get("add_bos_token", usual_bos),
+        "eos_token": tokens.config.get("add_eos_token", False),
+    }
+    found = {
+        role: (content, token_id)
+        for role, add in wanted.items()
+        if add is True
+        and (content := tokens.contents.get(role)) is not None
+        and (token_id := _token_id(backend, content)) is not None
+    }
+    before = [found["bos_token"][0]] if "bos_token" in found else []
+    after = [found["eos_token"][0]] if "eos_token" in found else []
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after], special_tokens=list(dict.fromkeys(found.values()))
+    )
 
 
 def _chat_template(path: Path, tokens: ConfiguredTokens) -> ChatTemplate | None:

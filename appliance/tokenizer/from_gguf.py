@@ -68,10 +68,10 @@ def load_from_gguf(path: Path) -> TokenizerSource:
         ModelError: the file has no tokenizer, or an inconsistent one.
         UnsupportedModelError: the kind of tokenizer is unknown.
     """
-    return _GGUFTokenizer(path, read_header(path).metadata).build()
+    return GGUFTokenizer(path, read_header(path).metadata).build()
 
 
-class _GGUFTokenizer:
+class GGUFTokenizer:
     def __init__(self, path: Path, metadata: dict[str, Any]) -> None:
         self._path = path
         self._metadata = metadata

@@ -47,7 +47,8 @@ def write_tokenizer_files(model_path: Path, folder: Path) -> None:
         ModelError: the GGUF file's tokenizer is damaged or unknown.
     """
     if model_path.is_dir():
-        for name in _CARRIED:
+        templates = sorted(model_path.glob("additional_chat_templates/*.jinja"))
+        for name in (*_CARRIED, *(str(file.relative_to(model_path)) for file in templates)):
             if (model_path / name).is_file():
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(model_path / name, folder / name)

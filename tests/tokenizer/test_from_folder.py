@@ -125,7 +125,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(
     ("files", "reason"),
     [
         ({}, "has no tokenizer.json; add it"),
-        ({"tokenizer.model": b"\x0a"}, "it has tokenizer.model, from which transformers can make"),
+        ({"tokenizer.model": b"\x0a"}, "tokenizer.model is not SentencePiece's form"),
         ({"tokenizer.json": b""}, "is damaged"),
         ({"tokenizer.json": b"{}"}, "is damaged"),
         (

@@ -119,8 +119,12 @@ def test_tokenizer_files_come_along_and_pickles_do_not(
     source = make_llama()
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "modeling.py").write_text("import os")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     out = quantize_model(source, tmp_path / "out").out
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert names(out) == [
+        "additional_chat_templates",
         "chat_template.jinja",
         "config.json",
         "model.safetensors",
