@@ -103,7 +103,7 @@ def check_nesting(value: Any, param: str, nesting: int = 0) -> None:
 
 
 def _compile(source: str) -> Template:
-    size = len(source.encode())
+    size = len(source.encode(errors="surrogatepass"))
     if size > MAX_TEMPLATE_BYTES:
         raise ChatTemplateError(
             f"the model's chat template has {size} bytes, more than {MAX_TEMPLATE_BYTES}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,14 @@ def _head(settings: FileSettings, tensors: tuple[TypedTensor, ...]) -> bytes:
             _announce(writer, planned.tensor.name, planned.tensor.slot.shape, planned.type_name)
         _announce_all(writer, {name: tuple(a.shape) for name, a in settings.extra.items()})
         writer.write_header_to_file()
-        writer.write_kv_data_to_file()
+        try:
+            writer.write_kv_data_to_file()
+        except (ValueError, struct.error) as error:  # a number or text beyond what a key may hold
+            writer.close()
+            raise QuantizeError(
+                f"a setting cannot be written to a GGUF file: {error}; use --format"
+                " compressed-tensors"
+            ) from error
         writer.write_ti_data_to_file()
         writer.close()
         return path.read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from appliance.errors import QuantizeError
 from appliance.gguf_names import parts_of
 from gguf import GGUFReader, GGUFValueType
 
@@ -23,6 +24,7 @@ _OWN = (
     "general.quantization_version",
     "split.",
 )
+_NEEDED = "tokenizer.ggml."
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,29 @@ class FileSettings:
 
     @classmethod
     def of_file(cls, path: Path) -> FileSettings:
-        """Copy those of a GGUF model, whose first file has them."""
+        """Copy those of a GGUF model, whose first file has them.
+
+        Empty lists are left out, which the `gguf` package does not write.
+
+        Raises:
+            QuantizeError: a list that readers need is empty, or holds lists.
+        """
         first, *others = parts_of(path)
         reader = GGUFReader(first)
         found = []
         for entry in reader.fields.values():
-            if not entry.name.startswith(_OWN):
-                kind = entry.types[0]
-                inner = entry.types[-1] if kind == GGUFValueType.ARRAY else None
-                found.append(FileSetting(entry.name, entry.contents(), kind, inner))
+            if entry.name.startswith(_OWN):
+                continue
+            kind, *inner = entry.types
+            value = entry.contents() if len(inner) <= 1 else None
+            if value is None or (value == [] and entry.name.startswith(_NEEDED)):
+                what = "lists of lists" if value is None else "an empty list"
+                raise QuantizeError(
+                    f"{path} has {what} in {entry.name}, which is not written to GGUF files; use"
+                    " --format compressed-tensors"
+                )
+            if value != []:
+                found.append(FileSetting(entry.name, value, kind, inner[0] if inner else None))
         extra = {
             tensor.name: tensor.data.copy()
             for part in (reader, *map(GGUFReader, others))

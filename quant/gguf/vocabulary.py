@@ -45,6 +45,14 @@ def vocabulary_of(folder: Path, vocab_size: int) -> list[FileSetting]:
     if model["type"] != "BPE":
         raise refusal(folder, f"a {model['type']} model")
     is_bytes = not model.get("byte_fallback")
+    if is_bytes and not model["merges"]:
+        raise refusal(folder, "a vocabulary of bytes without merges")
+    for content, index in _ids(rules):
+        if index >= vocab_size:
+            raise refusal(
+                folder,
+                f"a token {content!r} of id {index}, beyond the {vocab_size} rows of the embedding",
+            )
     tokens, types = _tokens(rules, vocab_size, is_bytes=is_bytes)
     found: dict[str, Any] = {"model": BYTE_LEVEL if is_bytes else SENTENCEPIECE}
     if is_bytes:
@@ -82,6 +90,11 @@ def refusal(folder: Path, what: str) -> QuantizeError:
         f"the tokenizer of {folder} has {what}, which is not written to GGUF files; use a GGUF"
         " file of the same model as the base, or --format compressed-tensors"
     )
+
+
+def _ids(rules: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    yield from rules["model"]["vocab"].items()
+    yield from ((token["content"], token["id"]) for token in rules["added_tokens"])
 
 
 def _tokens(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import UnsupportedModelError
 from appliance.model.expert_tensors import SeparatedExperts
 from appliance.model.tensors import Role
-from appliance.quant.formats.compressed_tensors_config import declared_schemes
+from appliance.quant.formats.compressed_tensors_config import declared_weights
 from appliance.quant.formats.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ def readers_of(source: ModelSource) -> tuple[str, ...]:
 
 def _compressed_tensors(source: ModelSource, config: dict[str, Any]) -> tuple[str, ...]:
     try:
-        declared = declared_schemes(config)
+        by_target = _by_target(config)
     except UnsupportedModelError:
         return ()
     slots = source.slots()
-    forms = forms_of(source, slots, _schemes_of(source, slots, config, declared))
+    forms = forms_of(source, slots, _schemes_of(source, slots, by_target))
     in_vllm = all(form.in_vllm for form in forms)
     in_transformers = all(form.in_transformers for form in forms)
     return (
@@ -165,16 +165,20 @@ def _compressed_tensors(source: ModelSource, config: dict[str, Any]) -> tuple[st
     )
 
 
+def _by_target(config: dict[str, Any]) -> dict[str, LinearScheme]:
+    """Return the scheme of each target, a module or a kind of modules."""
+    found: dict[str, LinearScheme] = {}
+    for name, group in config.get("config_groups", {}).items():
+        for scheme in declared_weights(config | {"config_groups": {name: group}}).schemes:
+            found |= dict.fromkeys(group.get("targets") or (), scheme)
+    return found
+
+
 def _schemes_of(
-    source: ModelSource,
-    slots: Sequence[TensorSlot],
-    config: dict[str, Any],
-    declared: tuple[LinearScheme, ...],
-) -> dict[str, LinearScheme]:
+    source: ModelSource, slots: Sequence[TensorSlot], by_target: dict[str, LinearScheme]
+) -> dict[str, LinearScheme | None]:
     """Return the schemes of a result's quantized tensors, by name."""
-    groups = zip(config["config_groups"].values(), declared, strict=True)
-    by_target = {target: one for group, one in groups for target in group.get("targets", ())}
-    usual = by_target.get("Linear", declared[0])
+    usual = by_target.get("Linear", next(iter(by_target.values()), None))
     weights = source.weights
     return {
         slot.name: by_target.get(slot.name.removesuffix(".weight"), usual)

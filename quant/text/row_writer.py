@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 AT_ONCE = 32  # rows sampled together; another number changes rounding
+DRAWS = 256  # most tries for a word; of large vocabularies one in three is one
 SHORTEST_WORD = 3  # letters of a row's first token
 WATCHED_EVERY = 0.02  # seconds
 BLOCK_TOKENS = 32  # cache slots allocated at once, on any device
@@ -30,15 +31,17 @@ MIB = 1 << 20
 
 
 def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
-    """Draw random tokens that are words of letters."""
+    """Draw random tokens that are words of letters; any tokens of a vocabulary with few words."""
     chosen = random.Random(seed)
     found: list[int] = []
-    while len(found) < count:
+    for _ in range(DRAWS * count):
+        if len(found) == count:
+            break
         token_id = chosen.randrange(tokenizer.vocab_size)
         word = tokenizer.decode([token_id]).strip()
         if len(word) >= SHORTEST_WORD and word.isascii() and word.isalpha():
             found.append(token_id)
-    return found
+    return found + [chosen.randrange(tokenizer.vocab_size) for _ in range(count - len(found))]
 
 
 def _sample(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from appliance.errors import QuantizeError
 from appliance.kernels.weight import dense, some_rows
+from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.linear import LinearPart
 from appliance.model.reader import ModelReader
 from appliance.model.tensor_reader import TensorReader
@@ -45,7 +46,9 @@ class WeightPieces:
         self._name = name
         self._whole: Weight | None = None
         self._reader: ReadsRows | None = None
-        if isinstance(weights, ReadsRows):
+        is_packed = weights.packed_bits(name) is not None or weights.float_bits(name) is not None
+        # Of packed weights only GGUF's blocks are read in rows.
+        if isinstance(weights, ReadsRows) and (isinstance(weights, GGUFWeights) or not is_packed):
             self._reader = weights
         else:
             self._whole = weights.load(name)

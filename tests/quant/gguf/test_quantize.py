@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,6 +22,7 @@ from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.gguf.settings import FileSettings
 from appliance.quant.methods import data_free, rtn
 from appliance.quant.quality.run_facts import facts_of_run, keep_facts
 from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
@@ -226,3 +230,70 @@ def test_what_a_file_cannot_say_is_refused_before_any_work(
     (other / "tokenizer.json").write_text(rules)
     report = quantize_model(other, tmp_path / "out", options(4))
     assert open_model(report.out).spec.architecture == "llama"
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change a folder's tokenizer.json in place."""
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    change(rules)
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda rules: rules["model"].update(merges=[]), "a vocabulary of bytes without merges"),
+        (lambda rules: rules["model"]["vocab"].update({"ba": 60}), "token 'ba' of id 60, beyond"),
+        (
+            lambda rules: rules["added_tokens"].extend(
+                rules["added_tokens"][0] | {"content": f"<{number}>", "id": number}
+                for number in (49, 50)
+            ),
+            "token '<50>' of id 50, beyond the 50 rows",
+        ),
+        (
+            lambda rules: rules.update(
+                model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+            ),
+            "a WordLevel model",
+        ),
+    ],
+    ids=["no merges", "beyond the embedding", "added beyond it", "words"],
+)
+def test_an_odd_vocabulary_is_one_line(
+    make_folder: MakeFolder, tmp_path: Path, change: Callable[[Any], object], complaint: str
+) -> None:
+    folder = edited(make_folder(), change)
+    with pytest.raises(QuantizeError, match=re.escape(complaint)) as caught:
+        quantize_model(folder, tmp_path / "out", options(8))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_that_is_no_text_is_one_line(make_folder: MakeFolder, tmp_path: Path) -> None:
+    folder = make_folder()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "\ud83d"}))
+    with pytest.raises(QuantizeError, match="surrogates not allowed"):
+        quantize_model(folder, tmp_path / "out", options(8))
+
+
+def test_empty_lists_of_a_base_are_left_out_unless_readers_need_them(tmp_path: Path) -> None:
+    """The `gguf` package reads them and does not write them."""
+    path, text, some = tmp_path / "odd.gguf", gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
+
+    def keyed(key: str, *numbers: tuple[int, int]) -> bytes:
+        packed = b"".join(number.to_bytes(size, "little") for number, size in numbers)
+        return len(key).to_bytes(8, "little") + key.encode() + packed
+
+    def write(key: str) -> None:
+        head = b"GGUF" + b"".join(n.to_bytes(s, "little") for n, s in ((3, 4), (0, 8), (2, 8)))
+        head += keyed("general.architecture", (text, 4), (5, 8)) + b"llama"
+        path.write_bytes((head + keyed(key, (some, 4), (text, 4), (0, 8))).ljust(256, b"\0"))
+
+    write("general.tags")
+    assert FileSettings.of_file(path).settings == ()
+    write("tokenizer.ggml.merges")
+    with pytest.raises(QuantizeError, match=r"an empty list in tokenizer\.ggml\.merges"):
+        FileSettings.of_file(path)

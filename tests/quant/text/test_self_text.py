@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from byte_tokenizer import save_byte_tokenizer
 from waiting import LIMIT
 
 from appliance.errors import QuantizeError
@@ -41,6 +42,15 @@ def test_the_same_seed_writes_the_same_rows(smollm2_gguf: Path) -> None:
     assert written.peak_ram > psutil.Process().memory_info().rss / 2 + weights
     words = first_words(Tokenizer.from_path(smollm2_gguf), 3, seed=1)
     assert all(word in row[:2] for word, row in zip(words, first, strict=True))
+
+
+def test_a_vocabulary_without_words_begins_with_any_token(tmp_path: Path) -> None:
+    save_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_path(tmp_path)
+    found = first_words(tokenizer, 12, seed=1)
+    assert len(found) == 12
+    assert all(0 <= token < tokenizer.vocab_size for token in found)
+    assert found == first_words(tokenizer, 12, seed=1) != first_words(tokenizer, 12, seed=2)
 
 
 def test_a_model_that_cannot_run_is_named_with_what_helps(tmp_path: Path) -> None:
