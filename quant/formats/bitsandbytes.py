@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
@@ -56,6 +57,8 @@ class BitsAndBytesWeights(DenseWeights):
             if name.endswith(f"{_STATE}{kind}")
         }
         self._settings: dict[str, dict[str, Any]] = {}
+        self._lock = Lock()
+        self._last: tuple[str, Tensor] | None = None
         modules = {
             name.removesuffix(_ROW_MAXIMA) for name in self._stored if name.endswith(_ROW_MAXIMA)
         }
@@ -110,6 +113,16 @@ class BitsAndBytesWeights(DenseWeights):
         if name in self._states:
             return self._unpacked(name)[start:stop]
         return self._folder.load_rows(name, start, stop)
+
+    def load_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
+        """Read some rows of one matrix of a stack; a 4-bit stack is kept unpacked until another."""
+        if name not in self._states:
+            return super().load_part(name, index, start, stop)
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = None  # two would be in memory
+                self._last = name, self._unpacked(name)
+            return self._last[1][index][start:stop]
 
     def _unpacked(self, name: str) -> Tensor:
         state, shape = self._state(name), self.shape(name)

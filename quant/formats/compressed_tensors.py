@@ -173,6 +173,12 @@ class CompressedTensorsWeights(DenseWeights):
     def load(self, name: str) -> Weight:
         """Read one tensor; codes, scales and zero points are not changed."""
         if name in self._floats:
+            zeros = self._parts(name, (ZERO_POINT,)).values()
+            if any(bool((part.float() != 0).any()) for part in zeros):
+                raise UnsupportedModelError(
+                    f"{name}{ZERO_POINT} is not zero: FP8 weights with zero points are not"
+                    " supported; quantize the 16-bit model with appliance quantize"
+                )
             return decode_fp8(
                 name, self._folder.load(name), self._folder.load(name + SCALE), self._schemes
             )
@@ -230,18 +236,27 @@ def decode(
     Raises:
         CheckpointError: no scheme fits, or a scale is not finite.
     """
-    scale = tensors[name + SCALE]
+    scale, zeros = tensors[name + SCALE], tensors.get(name + ZERO_POINT)
     stored = {
         key: (arrays.dtype_name(tensor.dtype), tuple(tensor.shape))
         for key, tensor in tensors.items()
     }
+    if stored.get(name + SHAPE) == ("int32", (2,)):
+        stored[name + SHAPE] = ("int64", (2,))
+    signed = None  # zero points as versions before 0.9 stored them: a signed byte each
+    if zeros is not None and stored[name + ZERO_POINT] == ("int8", tuple(scale.shape)):
+        signed = zeros
+        del stored[name + ZERO_POINT]
     scale_dtype = arrays.dtype_name(scale.dtype)
     for scheme in schemes:
         if not isinstance(scheme, WeightScheme):
             continue
         group_size = scheme.group_size or shape[1]
         explained = shape[1] % group_size == 0 and scale_dtype in SCALE_DTYPES
-        if explained and stored == encoded_layout(name, shape, scheme, scale_dtype):
+        layout = encoded_layout(name, shape, scheme, scale_dtype)
+        if signed is not None:
+            layout.pop(name + ZERO_POINT, None)
+        if explained and stored == layout:
             break
     else:
         raise CheckpointError(
@@ -250,11 +265,12 @@ def decode(
         )
     if not arrays.is_finite(scale):
         raise CheckpointError(f"{name}{SCALE} holds NaN or infinity; quantize the model again")
-    if scheme.symmetric:
-        offset = -scheme.zero_code * scale
-    else:
-        words = tensors[name + ZERO_POINT]
-        offset = unpack_zero_points(words, scheme.bits, shape[0]).to(scale.dtype)
+    kind, offset = OffsetKind.ADDITIVE, -scheme.zero_code * scale
+    if signed is not None and bool((signed != 0).any()):
+        kind, offset = OffsetKind.ZERO_POINT, (signed.int() + scheme.zero_code).to(scale.dtype)
+    elif zeros is not None and signed is None:
+        plain = unpack_zero_points(zeros, scheme.bits, shape[0])
+        kind, offset = OffsetKind.ZERO_POINT, plain.to(scale.dtype)
     codes = words_to_bytes(tensors[name + PACKED], -(-shape[1] * scheme.bits // 8))
     if scheme.bits != scheme.code_bits:
         codes = pack_codes(unpack_stream(codes, scheme.bits)[:, : shape[1]], scheme.code_bits)
@@ -262,7 +278,7 @@ def decode(
         codes=codes,
         scale=scale,
         offset=offset,
-        offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
+        offset_kind=kind,
         bits=scheme.code_bits,
         group_size=group_size,
     )
@@ -284,7 +300,8 @@ def decode_integers(name: str, codes: Tensor, parts: Mapping[str, Tensor]) -> Pa
         raise CheckpointError(f"{name} has shape {tuple(codes.shape)}, which is no matrix")
     rows, columns = codes.shape
     if scale.numel() in (1, rows):
-        scale = scale.reshape(-1, 1).expand((rows, 1)).contiguous()
+        scale = scale.reshape(-1, 1)
+        scale = scale if len(scale) == rows else scale.expand((rows, 1)).contiguous()
     groups = scale.shape[-1] if scale.dim() == 2 and scale.shape[0] == rows else 0
     if not groups or columns % groups or arrays.dtype_name(scale.dtype) not in SCALE_DTYPES:
         raise CheckpointError(
@@ -339,8 +356,8 @@ def decode_fp8(
     wide = scale.float()
     if True in floats and tuple(scale.shape) == blocks:
         scales = wide
-    elif False in floats and tuple(scale.shape) == (rows, 1):
-        scales = wide.squeeze(1)
+    elif False in floats and tuple(scale.shape) in ((rows, 1), (rows,)):
+        scales = wide.flatten()
     elif False in floats and scale.numel() == 1:
         scales = wide.flatten().expand(rows).contiguous()
     else:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from appliance.checkpoint import SafetensorsFolder, write_safetensors
+from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.quant.formats import open_weights
 
@@ -258,6 +259,21 @@ def _parameters(weight: Tensor, arguments: dict[str, Any]) -> dict[str, Tensor]:
     return {"weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
 
 
+def before_0_9(symmetric: bool) -> Folder:
+    """Zero points of a signed byte each, zeros in symmetric models too; a shape in int32."""
+    arguments = ints(4, "group", 32, symmetric=symmetric)
+    made = compressed("pack-quantized", arguments)
+    shape = torch.tensor([ROWS, INPUTS], dtype=torch.int32)
+    zeros = torch.zeros(ROWS, INPUTS // 32, dtype=torch.int8)
+    if not symmetric:
+        from compressed_tensors.compressors.pack_quantized import unpack_from_int32
+
+        words = made.parts[".weight_zero_point"]
+        zeros = unpack_from_int32(words, 4, zeros.shape, packed_dim=0).contiguous()
+    parts = made.parts | {".weight_zero_point": zeros, ".weight_shape": shape}
+    return Folder(parts, made.weight, made.settings)
+
+
 def ints(bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size} | more
 
@@ -285,6 +301,13 @@ COMPRESSED: dict[str, Callable[[], Folder]] = {
         "pack-quantized", ints(4, "group", 32, symmetric=False)
     ),
     "W4A8": lambda: compressed("pack-quantized", ints(4, "group", 128), TOKENS),
+    "unpacked zero points": lambda: before_0_9(False),
+    "zero points of zero": lambda: before_0_9(True),
+    "nvfp4 of auto-round": lambda: compressed(
+        "nvfp4-pack-quantized",
+        FP4,
+        **AUTO | {"bits": 4, "data_type": "nv_fp4_with_static_gs", "packing_format": "auto_round"},
+    ),
     "an older key": lambda: compressed(
         "pack-quantized", ints(4, "group", 32), place="compression_config", quant_method="sparseml"
     ),
@@ -413,6 +436,7 @@ def test_what_is_read_is_what_the_format_says(name: str, tmp_path: Path) -> None
         reader = open_weights(SafetensorsFolder(tmp_path, in_torch=in_torch))
         assert reader.tensor_names() == [NAME]
         assert reader.shape(NAME) == (ROWS, INPUTS)
-        found = np.asarray(dense(reader.load(NAME), "float32").numpy(), dtype=np.float64)
+        loaded = arrays.in_torch(reader.load(NAME))  # warns where memory cannot be shared
+        found = dense(loaded, "float32").double().numpy()
         largest = float(np.abs(made.weight).max())
         np.testing.assert_allclose(found, made.weight, made.tolerance, 1e-6 * largest)
