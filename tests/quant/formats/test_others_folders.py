@@ -306,7 +306,9 @@ COMPRESSED: dict[str, Callable[[], Folder]] = {
     "nvfp4 of auto-round": lambda: compressed(
         "nvfp4-pack-quantized",
         FP4,
-        **AUTO | {"bits": 4, "data_type": "nv_fp4_with_static_gs", "packing_format": "auto_round"},
+        quant_method="auto-round",
+        bits=4,
+        data_type="nv_fp4_with_static_gs",
     ),
     "an older key": lambda: compressed(
         "pack-quantized", ints(4, "group", 32), place="compression_config", quant_method="sparseml"
