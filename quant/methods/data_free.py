@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
     from appliance.quant.formats.scheme import LinearScheme, WeightScheme
 
+# Each by its name, so that a method that is only named does not round without a word.
+_ROUND_TO_NEAREST = frozenset(
+    {
+        *(Method.RTN, Method.INT8, Method.AWQ, Method.GPTQ, Method.AWQ_GPTQ),
+        *(Method.FP8, Method.SEARCH),  # the ends beside their layers, symmetric weights
+    }
+)
+
 
 def quantize(
     weight: Tensor, scheme: LinearScheme, method: Method, scale_dtype: torch.dtype
@@ -29,6 +37,9 @@ def quantize(
         weight: (out_features, in_features), finite.
         method: methods that need text round to nearest here, for weights without inputs from text.
         scale_dtype: type of stored integer scales.
+
+    Raises:
+        NotImplementedError: no function of this folder belongs to the method.
     """
     if isinstance(scheme, Fp8Scheme):
         return fp8.quantize(weight, scheme)
@@ -38,6 +49,8 @@ def quantize(
         return grid.pack(grid.codes(full))
     if method is Method.SEARCH and not scheme.symmetric:
         return search(weight, scheme, scale_dtype)
+    if method not in _ROUND_TO_NEAREST:
+        raise NotImplementedError(f"--method {method.value} is named, but nothing quantizes by it")
     return rtn.quantize(weight, scheme, scale_dtype)
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind
 from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.methods import data_free
 from appliance.quant.methods.rtn import quantize
+from appliance.quant.run.options import Method
 
 SCHEMES = [
     WeightScheme(bits, group_size, symmetric)
@@ -148,3 +150,8 @@ def test_bfloat16_weights_are_taken_as_they_are() -> None:
     weight = heavy_tailed(3).bfloat16()
     scheme = WeightScheme(4, 64)
     assert torch.equal(quantize(weight, scheme).codes, quantize(weight.float(), scheme).codes)
+
+
+def test_a_method_that_is_only_named_does_not_round() -> None:
+    with pytest.raises(NotImplementedError, match="--method open is named, but nothing quantizes"):
+        data_free.quantize(heavy_tailed(0), SCHEMES[0], Method.OPEN, torch.bfloat16)
