@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from appliance.gguf_names import parts_of
+
 END_BYTES = 2**20  # at either end of a file, where headers are
 SAMPLE_BYTES = 1024
 NUM_SAMPLES = 2048  # of all files, in proportion to their sizes
@@ -18,9 +20,9 @@ def weights_digest(path: Path) -> bytes:
     manual change of a few megabytes.
 
     Args:
-        path: file, or folder with safetensors files.
+        path: file, any part of a split model, or folder with safetensors files.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else parts_of(path)
     sizes = [file.stat().st_size for file in files]
     digest = hashlib.blake2b(digest_size=16)
     for file, size in zip(files, sizes, strict=True):

@@ -69,16 +69,16 @@ def float16_at(blocks: Tensor, start: int) -> Tensor:
 
 
 def interleave(halves: Tensor) -> Tensor:
-    """Reorder nibbles: (out, groups, 16) uint8 -> (out, in_features / 2) uint8.
+    """Reorder nibbles: (out, groups, group / 2) uint8 -> (out, in_features / 2) uint8.
 
     GGUF puts element i of a group of 32 into the low nibble of byte i and element i + 16 into its
-    high nibble; the packed form puts neighbours into one byte. NumPy does it two bytes at a time
-    and on the caller's thread.
+    high nibble; the packed form puts neighbours into one byte. Groups of 16 are alike. NumPy does
+    it two bytes at a time and on the caller's thread.
     """
-    pairs = np.ascontiguousarray(halves.numpy()).view("<u2")  # (out, groups, 8)
-    codes = np.empty((*pairs.shape[:-1], 2, 8), dtype=np.uint8)
-    codes[..., 0, :] = _neighbours(pairs & _LOW_NIBBLES)  # elements 0 to 15
-    codes[..., 1, :] = _neighbours((pairs >> _NIBBLE) & _LOW_NIBBLES)  # elements 16 to 31
+    pairs = np.ascontiguousarray(halves.numpy()).view("<u2")  # (out, groups, group / 4)
+    codes = np.empty((*pairs.shape[:-1], 2, pairs.shape[-1]), dtype=np.uint8)
+    codes[..., 0, :] = _neighbours(pairs & _LOW_NIBBLES)  # the first half of a group
+    codes[..., 1, :] = _neighbours((pairs >> _NIBBLE) & _LOW_NIBBLES)  # the second
     return arrays.like(halves, codes.reshape(len(pairs), -1))  # type: ignore[no-any-return]
 
 

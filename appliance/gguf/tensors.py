@@ -15,7 +15,7 @@ from appliance.files import read_into
 from appliance.gguf.converted import exact_values, requantize
 from appliance.gguf.loss import Loss
 from appliance.gguf.lossless import LOSSLESS, interleave
-from appliance.gguf.types import DENSE_TYPES
+from appliance.gguf.types import DENSE_TYPES, FLOAT_BITS
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.ggml import GgmlWeight
@@ -59,8 +59,10 @@ def read_tensor(
         weight = GgmlWeight(name, _rows(info, 0, info.shape[0]))
         _check_scales(info, finite=weight.is_finite())
         return weight, None
-    if name == "MXFP4":
-        return _mxfp4(_rows(info, 0, info.shape[0])), None
+    if name in FLOAT_BITS:
+        codes = _FLOATS[name](_rows(info, 0, info.shape[0]))
+        _check_scales(info, finite=codes.is_finite())
+        return codes, None
     whole, loss = _read_packed(info, workers)
     finite = arrays.is_finite(whole.scale) and arrays.is_finite(whole.offset)
     _check_scales(info, finite=finite)
@@ -109,6 +111,17 @@ def _mxfp4(blocks: Tensor) -> Fp4Weight:
     scale = arrays.viewed(blocks[..., 0].contiguous(), "float8_e8m0fnu")
     ones = arrays.like(blocks, np.ones(len(blocks), dtype=np.float32))
     return Fp4Weight(interleave(blocks[..., 1:]), scale, ones)
+
+
+def _nvfp4(blocks: Tensor) -> Fp4Weight:
+    """Convert blocks (out, blocks, 36): four scales e4m3, then 16 codes for each."""
+    scale = arrays.viewed(blocks[..., :4].contiguous().flatten(1), "float8_e4m3fn")
+    ones = arrays.like(blocks, np.ones(len(blocks), dtype=np.float32))
+    codes = blocks[..., 4:].contiguous().view(len(blocks), -1, 8)
+    return Fp4Weight(interleave(codes), scale, ones)
+
+
+_FLOATS = {"MXFP4": _mxfp4, "NVFP4": _nvfp4}
 
 
 def _rows(info: TensorInfo, start: int, count: int) -> Tensor:

@@ -59,6 +59,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
     34: TensorType("TQ1_0", 256, 54),
     35: TensorType("TQ2_0", 256, 66),
     39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
 }
 
 # Unquantized types, and torch's names for them.
@@ -74,7 +75,7 @@ DENSE_TYPES = {
 }
 
 # Types of floating-point codes that are held as they are, and their bits.
-FLOAT_BITS = {"MXFP4": 4}
+FLOAT_BITS = {"MXFP4": 4, "NVFP4": 4}
 
 # Types whose blocks are held and multiplied as they are; a test compares them with
 # `appliance.kernels.ggml_types`, which loads torch.
@@ -89,14 +90,12 @@ WIDENED_TYPES = frozenset(
     {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}
 )
 
-READABLE = "Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS or MXFP4"
-
+READABLE = "Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS, MXFP4 or NVFP4"
 
 # Numbers that llama.cpp or ik_llama.cpp once gave to forms that are read nowhere here.
 _FORMS = {
     **dict.fromkeys((31, 32, 33), "Q4_0 in an order of one processor's kernels"),
     **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of one processor's kernels"),
-    40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",
 }

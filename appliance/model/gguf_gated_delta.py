@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.kernels import arrays
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from appliance.kernels.weight import Weight
     from appliance.model.names import GatedDeltaNames
@@ -54,8 +56,26 @@ def as_in_checkpoints(
         held = tensor.codes if isinstance(tensor, PackedWeight) else tensor.blocks
         order = arrays.like(held, stored.argsort().astype(np.int32))
         return replace(tensor, input_order=order)
-    assert arrays.is_array(tensor), f"{part} has a type of floating-point codes"
+    if isinstance(tensor, Fp4Weight):
+        if spec.value_dim % tensor.group_size:
+            return tensor.dequantize()[:, stored]
+        heads = _tiled(spec, 1)
+        return replace(
+            tensor,
+            codes=_of_heads(tensor.codes, heads),
+            scale=arrays.viewed(
+                _of_heads(arrays.viewed(tensor.scale, "uint8"), heads), tensor.scale.dtype
+            ),
+        )
+    assert arrays.is_array(tensor), part
     return tensor[:, stored]
+
+
+def _of_heads(columns: Tensor, order: NDArray[np.int64]) -> Tensor:
+    """Reorder columns (out_features, heads * width) by head."""
+    rows = columns.shape[0]
+    ordered: Tensor = columns.reshape(rows, len(order), -1)[:, order].reshape(rows, -1)
+    return ordered
 
 
 def _tiled(spec: GatedDeltaSpec, width: int) -> NDArray[np.int64]:

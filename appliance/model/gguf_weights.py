@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, held_bytes, widened_bits
 from appliance.kernels import arrays
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
 from appliance.model.gguf_tensors import FUSED, names_of_file, unplaced
@@ -67,6 +68,7 @@ class GGUFWeights:
         self._usual = {slot.name: own.name for slot, own in zip(slots, usual, strict=True)}
         found = (self._find(slot, self._usual[slot.name], present) for slot in slots)
         self._places = {place.slot.name: place for place in found if place is not None}
+        self._scales = self._find_scales(present)
 
     def tensor_names(self) -> list[str]:
         return list(self._places)
@@ -77,9 +79,9 @@ class GGUFWeights:
 
     def unplaced(self) -> list[str]:
         """Return the file's tensors that no slot reads and that are not known to be unused."""
-        held = {place.stored for place in self._places.values()}
+        held = {place.stored for place in self._places.values()} | set(self._scales.values())
         for place in self._places.values():
-            if place.stored is not None and self._is_halved(place.slot, place.stored):
+            if place.slot.role is Role.LATENT_HEADS:  # some files have both forms of it
                 held |= set(self._halves(place.slot))
         left = [name for name in self._file.tensor_names() if name not in held]
         blocks = self._file.metadata.get(f"{self._mapping.architecture}.block_count", 0)
@@ -150,6 +152,16 @@ class GGUFWeights:
         return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
+        weight = self._load_rows(name, start, stop)
+        stored = self._places[name].stored
+        if stored not in self._scales:
+            return weight
+        assert isinstance(weight, Fp4Weight), name
+        scales = dense(self._file.load(self._scales[stored]), "float32").reshape(-1)
+        factor = scales[self._places[name].slot.expert or 0]
+        return replace(weight, row_scale=weight.row_scale * factor)
+
+    def _load_rows(self, name: str, start: int, stop: int) -> Weight:
         place = self._places[name]
         slot, stored_name = place.slot, place.stored
         if stored_name is None:
@@ -190,10 +202,22 @@ class GGUFWeights:
         rows = rows - first
         return LinearPart(tensor, None).rows(rows).weight
 
+    def _find_scales(self, present: set[str]) -> dict[str, str]:
+        """Return the factors of whole weights, one or one per expert, by the weights' names."""
+        stored = {place.stored for place in self._places.values()}
+        named = {name: f"{name.removesuffix('weight')}scale" for name in stored - {None} if name}
+        return {
+            name: scale
+            for name, scale in named.items()
+            if scale in present - stored and self._file.type_name(name) == "NVFP4"
+        }
+
     def _find(self, slot: TensorSlot, usual: str, present: set[str]) -> _Place | None:
         """Return the place of a slot's numbers; None if the file lacks them."""
-        if usual in present:
-            return _Place(slot, usual)
+        # Ollama's converter leaves out the ending of biases that belong to no linear.
+        for name in (usual, usual.removesuffix(".bias")):
+            if name in present:
+                return _Place(slot, name)
         if slot.layer is None:
             return None
         names = self._gguf_names

@@ -12,10 +12,12 @@ from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from safetensors.torch import load_file
 
 from appliance.errors import CheckpointError
+from appliance.gguf import GGUFFile
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
@@ -119,7 +121,7 @@ def stored_name(name: str, architecture: str, num_layers: int) -> str:
 
 
 def write_gguf(
-    folder: Path, model: Any, architecture: str, *, quantize: bool = False, **changes: Any
+    folder: Path, model: Any, architecture: str, *, quantize: str = "", **changes: Any
 ) -> Path:
     model.save_pretrained(folder / "original", save_original_format=False)
     config, found = model.config, {}
@@ -144,7 +146,7 @@ def write_gguf(
 
     def packed(name: str, data: Any) -> Any:
         fits = quantize and data.ndim > 1 and data.shape[-1] % 32 == 0
-        return gguf.GGMLQuantizationType.Q8_0 if fits else None
+        return gguf.GGMLQuantizationType[quantize] if fits else None
 
     settings = {"feed_forward_length": width} | metadata(config) | changes
     return write_gguf_file(folder / "model.gguf", architecture, settings, found, packed)
@@ -180,7 +182,7 @@ def test_packed_weights_keep_their_codes_and_run_in_the_library(
 ) -> None:
     """The order of a mixer's values is that of its packed columns, whose codes stay in place."""
     model, architecture = case
-    source = open_model(write_gguf(tmp_path, model, architecture, quantize=True))
+    source = open_model(write_gguf(tmp_path, model, architecture, quantize="Q8_0"))
     packed = [slot for slot in source.slots() if source.weights.packed_bits(slot.name) == 8]
     assert {slot.role.value for slot in packed} >= {"query", "input", "output"}
     weights = [source.weights.load(slot.name) for slot in packed]
@@ -194,6 +196,30 @@ def test_packed_weights_keep_their_codes_and_run_in_the_library(
     errors = (found - expected).pow(2).mean(dim=-1).sqrt() / expected.std()
     assert errors.median() < 0.05, errors
     assert torch.equal(logits_in_steps(ours, token_ids, [1] * 45), found)
+
+
+def test_floating_point_codes_are_put_into_the_order_of_checkpoints(
+    case: tuple[Any, str], tmp_path: Path
+) -> None:
+    """As the rows and columns of the same numbers in float32, by gguf's own reading of MXFP4."""
+    model, architecture = case
+    path = write_gguf(tmp_path, model, architecture, quantize="MXFP4")
+    values = {
+        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    settings = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in GGUFFile(path).metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    plain = open_model(write_gguf_file(tmp_path / "plain.gguf", architecture, settings, values))
+    source = open_model(path)
+    coded = [slot.name for slot in source.slots() if source.weights.float_bits(slot.name) == 4]
+    assert coded
+    for name in coded:
+        found, expected = source.weights.load(name), plain.weights.load(name)
+        assert torch.equal(dense(found, torch.float32), dense(expected, torch.float32)), name
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from expert_models import EXPERTS
+from ggml_models import write_llama
+from gguf_conversions import gguf_settings as converted_settings
+from gguf_conversions import gguf_tensors as converted_tensors
+from gguf_files import write_gguf_file
 from gguf_models import gguf_tensors, pairs_from_halves, write_gguf
 from native_models import native
+from safetensors.torch import load_file
 from teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 
@@ -134,6 +141,45 @@ def test_query_key_and_value_may_be_apart_where_they_are_usually_one(
     settings = HEAD | {"attention.sliding_window": 0}
     path = write_gguf(tmp_path / "m.gguf", model, "phi3", settings, tensors=tensors)
     expect_same_logits(path, model, token_ids[:24])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_nvfp4_is_read_with_the_factors_of_whole_weights(scaled: bool, tmp_path: Path) -> None:
+    """As llama.cpp's generic pass over `.scale`, against gguf's own dequantization."""
+    stored = write_llama(tmp_path / "m.gguf", ["NVFP4"], scaled=scaled, tied=False)
+    plain = write_llama(tmp_path / "p.gguf", ["NVFP4"], scaled=scaled, tied=False, plain=True)
+    source, expected = open_model(stored), open_model(plain)
+    for slot in source.slots():
+        found = dense(source.weights.load(slot.name), torch.float32)
+        assert torch.equal(found, dense(expected.weights.load(slot.name), torch.float32))
+    tokens = list(range(3, 20))
+    decoders = [
+        load_decoder(one, REFERENCE, torch.device("cpu"), torch.float32)
+        for one in (source, expected)
+    ]
+    found, theirs = (logits_of(decoder, tokens) for decoder in decoders)
+    torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+    assert (logits_of(native(stored), tokens).argmax(-1) == theirs.argmax(-1)).float().mean() > 0.8
+
+
+def test_both_forms_of_latent_heads_may_be_there(
+    make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
+) -> None:
+    """ik_llama.cpp's files have the whole linear beside its halves."""
+    model_type, settings = EXPERTS["deepseek_v2"]
+    model = make_model(model_type, **{"head_dim": 16, "hidden_size": 64} | settings)
+    model.save_pretrained(tmp_path / "original", save_original_format=False)
+    checkpoint = load_file(tmp_path / "original/model.safetensors")
+    tensors = converted_tensors(checkpoint, model.config)
+    for layer in range(model.config.num_hidden_layers):
+        whole = checkpoint[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = whole
+    path = tmp_path / "m.gguf"
+    write_gguf_file(path, "deepseek2", converted_settings(model.config), tensors)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    decoder = load_decoder(open_model(path), REFERENCE, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(logits_of(decoder, token_ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_quantized_folders(form: str, tmp_path: Path) -> None:
     assert_alike(write_both(tmp_path, FORMS[form])[0].path)
 
 
-@pytest.mark.parametrize("kind", [*GGML_TYPES, "MXFP4", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", [*GGML_TYPES, "MXFP4", "NVFP4", "Q4_0", "Q4_1", "Q8_0"])
 def test_gguf_types(kind: str, tmp_path: Path) -> None:
     assert_alike(write_llama(tmp_path / "model.gguf", [kind]))
 

@@ -15,6 +15,7 @@ from teacher_forcing import logits_of
 from appliance import LLM, SamplingParams
 from appliance.doctor import machine
 from appliance.engine.load_tiers import kv_fingerprint
+from appliance.engine.weights_fingerprint import weights_digest
 from appliance.errors import CheckpointError
 from appliance.hub.resolve import resolve_model
 from appliance.kernels.backend import REFERENCE
@@ -71,8 +72,9 @@ def test_every_part_counts_where_the_model_is_told_from_others(
     first, *_, last = (Path(shutil.copy(part, tmp_path)) for part in files[1])
     precision: Any = type("Precision", (), {"block_size": 16, "kv_layers": None})
 
-    def told() -> tuple[bytes, str]:
-        return kv_fingerprint(first, "x", precision, 64), weights_fingerprint(first)
+    def told() -> tuple[bytes, ...]:
+        found = kv_fingerprint(first, "x", precision, 64), weights_digest(first)
+        return (*found, weights_fingerprint(first).encode())
 
     before = told()
     assert told() == before

@@ -31,12 +31,16 @@ def write_llama(
     architecture: str = "llama",
     biased: Sequence[str] = (),
     per_part: int = 0,
+    scaled: bool = False,
+    plain: bool = False,
 ) -> Path:
     """Write it; weights are as large as those of trained models, norms are 1.
 
     Args:
         biased: parts of a layer with a bias.
         per_part: tensors in a file, if gguf's writer splits the model; the first part is returned.
+        scaled: each matrix has a factor, as NVFP4's have.
+        plain: write what gguf's package makes of each matrix, in float32.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
     writer.add_block_count(layers)
@@ -58,9 +62,17 @@ def write_llama(
 
     def matrix(name: str, rows: int, width: int) -> None:
         kind = next(names)
-        blocks = blocks_of(kind, rows, width, seed=sum(map(len, writer.tensors)))
+        names_so_far = [one for part in writer.tensors for one in part if one.endswith("weight")]
+        blocks = blocks_of(kind, rows, width, seed=len(names_so_far) + len(biased) * layers)
         number = gguf.GGMLQuantizationType[kind]
+        factor = np.full(1, 0.75 if "ffn" in name else 1.5, dtype=np.float32)
+        if plain:
+            values = gguf.quants.dequantize(blocks.reshape(rows, -1), number)
+            writer.add_tensor(f"{name}.weight", values * factor if scaled else values)
+            return
         writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=number)
+        if scaled:
+            writer.add_tensor(f"{name}.scale", factor)
 
     def norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
@@ -100,6 +112,12 @@ def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:
         # Codes have a spread of 2.93, and the three scales one of 1.32 times the middle.
         middle = 127 + round(math.log2(1.5 * width**-0.5 / 2.93 / 1.32))
         blocks[..., 0] = random.integers(middle - 1, middle + 2, blocks.shape[:2])
+        return blocks
+    if kind == "NVFP4":
+        random = np.random.default_rng(seed)
+        blocks = random.integers(0, 256, (rows, width // 64, 36), dtype=np.uint8)
+        middle = 7 + round(math.log2(1.5 * width**-0.5 / 2.93 / 1.5))
+        blocks[..., :4] = 8 * middle + random.integers(0, 8, blocks[..., :4].shape)
         return blocks
     weight = random_ggml(kind, rows, width, seed)
     factor = 1.5 * width**-0.5 / float(weight.dequantize().std())

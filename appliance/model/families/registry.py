@@ -143,6 +143,11 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     for family in reversed(named):
         if family.gguf is not None and family.gguf.is_of(settings):
             return family
+    if architecture in ("clip", "mmproj"):
+        raise UnsupportedModelError(
+            "this GGUF file is the projector of images beside a model, and generates no text; give "
+            "the model's own file"
+        )
     known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
     supported = ", ".join(known)
     raise UnsupportedModelError(
