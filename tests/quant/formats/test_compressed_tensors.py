@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight import dense
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import (
     decode,
@@ -293,3 +296,154 @@ def test_damaged_fp8_is_refused_by_name(codes: Tensor, scale: Tensor, said: str)
     with pytest.raises(CheckpointError, match=said) as caught:
         decode_fp8(NAME, codes, scale, [Fp8Scheme()])
     assert NAME in str(caught.value)
+
+
+# --- folders of others ---------------------------------------------------------------------------
+
+ROWS, INPUTS = 64, 128
+RANDOM = torch.Generator().manual_seed(0)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A weight's parts by suffix, the weight that they stand for, and the settings."""
+
+    parts: dict[str, Tensor]
+    weight: Tensor
+    settings: dict[str, Any]
+
+
+def made(
+    format: str,
+    weights: dict[str, Any],
+    activations: dict[str, Any] | None = None,
+    *,
+    extra: dict[str, Tensor] | None = None,
+    **settings: Any,
+) -> Made:
+    """Compress a weight with the package, and decompress it with the package."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    dense_weight = torch.randn(ROWS, INPUTS, generator=RANDOM) * 0.05
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    kind = BaseCompressor.get_value_from_registry(format)
+    stored = kind.compress({"weight": dense_weight} | parameters(dense_weight, weights), scheme)
+    expected = kind.decompress(dict(stored), scheme)["weight"]
+    named = {f".{key}": part for key, part in stored.items()} | (extra or {})
+    return Made(named, expected, config | settings)
+
+
+def parameters(weight: Tensor, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Scales and zero points by the smallest and largest weight of each group."""
+    bits = arguments["num_bits"]
+    size = {"tensor": None, "channel": INPUTS}.get(
+        arguments["strategy"], arguments.get("group_size")
+    )
+    rows = weight.reshape(1, 1, -1) if size is None else weight.view(ROWS, -1, size)
+    largest = rows.abs().amax(-1)
+    if arguments["type"] == "float" and bits == 4:
+        if arguments["strategy"] == "group":
+            return {"weight_scale": 2 ** (largest / 6).log2().round()}
+        whole = (448 * 6 / weight.abs().max()).reshape(1)
+        return {"weight_scale": largest / 6 * whole, "weight_global_scale": whole}
+    if arguments["type"] == "float":
+        return {"weight_scale": (largest / 448).reshape(-1, *[1] * (size is not None))}
+    if arguments.get("symmetric", True):
+        scale = largest / (2 ** (bits - 1) - 1)
+        return {"weight_scale": scale if size else scale.reshape(1)}
+    scale = (rows.amax(-1) - rows.amin(-1)) / (2**bits - 1)
+    zero = (-(2 ** (bits - 1)) - rows.amin(-1) / scale).round()
+    zero = zero.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return {"weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+
+
+def before_0_9(symmetric: bool) -> Made:
+    """Zero points of a signed byte each, zeros in symmetric models too; a shape in int32."""
+    from compressed_tensors.compressors.pack_quantized import unpack_from_int32
+
+    packed = made("pack-quantized", ints(4, "group", 32, symmetric=symmetric))
+    shape = torch.tensor([ROWS, INPUTS], dtype=torch.int32)
+    zeros = torch.zeros(ROWS, INPUTS // 32, dtype=torch.int8)
+    if not symmetric:
+        words = packed.parts[".weight_zero_point"]
+        zeros = unpack_from_int32(words, 4, zeros.shape, packed_dim=0).contiguous()
+    changed = {".weight_zero_point": zeros, ".weight_shape": shape}
+    return replace(packed, parts=packed.parts | changed)
+
+
+def ints(bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size} | more
+
+
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+INPUT_SCALE = {".input_scale": torch.tensor([0.01])}
+MX = FP4 | {"strategy": "group", "group_size": 32}
+ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "data_type": "nv_fp4_with_static_gs",
+}
+NAIVE, WHOLE = "naive-quantized", "int-quantized"
+FOLDERS: dict[str, Callable[[], Made]] = {
+    "frozen": lambda: made("float-quantized", FP8, quantization_status="frozen"),
+    "calibration": lambda: made("float-quantized", FP8, quantization_status="calibration"),
+    "static inputs": lambda: made("float-quantized", FP8, STATIC, extra=INPUT_SCALE),
+    "naive FP8": lambda: made(NAIVE, FP8 | {"strategy": "channel"}),
+    "W8A8": lambda: made(WHOLE, ints(8, "channel"), TOKENS),
+    "W8A8 by tensor": lambda: made(WHOLE, ints(8, "tensor"), TOKENS),
+    "W8A8 in groups": lambda: made(WHOLE, ints(8, "group", 32)),
+    "W8A8 with zero points": lambda: made(WHOLE, ints(8, "channel", symmetric=False)),
+    "naive 4 bits": lambda: made(NAIVE, ints(4, "channel")),
+    "2 bits": lambda: made("pack-quantized", ints(2, "group", 32)),
+    "5 bits": lambda: made("pack-quantized", ints(5, "group", 64, symmetric=False)),
+    "zero points": lambda: made("pack-quantized", ints(4, "group", 32, symmetric=False)),
+    "W4A8": lambda: made("pack-quantized", ints(4, "group", 128), TOKENS),
+    "unpacked zero points": lambda: before_0_9(False),
+    "zero points of zero": lambda: before_0_9(True),
+    "sparseml": lambda: made("pack-quantized", ints(4, "group", 32), quant_method="sparseml"),
+    "nvfp4": lambda: made("nvfp4-pack-quantized", FP4),
+    "mxfp4": lambda: made("mxfp4-pack-quantized", MX),
+    "nvfp4 of auto-round": lambda: made("nvfp4-pack-quantized", FP4, **ROUND),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_others_stand_for_what_the_package_reads(
+    name: str, folder_of: Callable[[dict[str, Tensor], object], SafetensorsFolder]
+) -> None:
+    of = FOLDERS[name]()
+    path = folder_of({MODULE + key: part for key, part in of.parts.items()}, of.settings).path
+    step = 2.0**-8 if of.weight.dtype is torch.bfloat16 else 1e-6  # theirs is rounded, not ours
+    for in_torch in (True, False):
+        reader = open_weights(SafetensorsFolder(path, in_torch=in_torch))
+        assert reader.tensor_names() == [NAME]
+        assert reader.shape(NAME) == (ROWS, INPUTS)
+        found = dense(arrays.in_torch(reader.load(NAME)), "float32")
+        torch.testing.assert_close(found, of.weight.float(), rtol=step, atol=1e-6 * 0.2)
+
+
+def test_inputs_that_stay_in_16_bits_are_said(
+    folder_of: Callable[[dict[str, Tensor], object], SafetensorsFolder],
+) -> None:
+    for name, is_said in (("W8A8", True), ("static inputs", True), ("2 bits", False)):
+        of = FOLDERS[name]()
+        folder = folder_of({MODULE + key: part for key, part in of.parts.items()}, of.settings)
+        assert any("stay in 16 bits" in n for n in open_weights(folder).notes()) is is_said
+
+
+def test_weights_without_codes_yet_are_refused(
+    folder_of: Callable[[dict[str, Tensor], object], SafetensorsFolder],
+) -> None:
+    of = FOLDERS["frozen"]()
+    parts = {MODULE + key: part for key, part in of.parts.items()} | {NAME: of.weight.bfloat16()}
+    with pytest.raises(UnsupportedModelError, match="its codes were not made yet"):
+        open_weights(folder_of(parts, of.settings)).load(NAME)

@@ -1,7 +1,7 @@
 """Folders as other programs write them: what we read is what their formulas say.
 
-Each form is written out here from the facts of its format, in NumPy, or made by compressed-tensors.
-The dense weight beside it never comes from our code.
+Each form is written out here from the facts of its format, in NumPy. The dense weight beside it
+never comes from our code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.kernels import arrays
@@ -37,7 +36,6 @@ class Folder:
     weight: NDArray[np.float64]
     settings: dict[str, Any]
     place: str = "config.json"
-    tolerance: float = 1e-6  # relative
 
     def write(self, path: Path) -> None:
         config: dict[str, Any] = {"model_type": "llama"}
@@ -201,124 +199,6 @@ AWQ: dict[str, Callable[[], Folder]] = {
 }
 
 
-def compressed(
-    format: str,
-    weights: dict[str, Any],
-    activations: dict[str, Any] | None = None,
-    *,
-    place: str = "config.json",
-    extra: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Folder:
-    """Make a folder with the compressors of compressed-tensors."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-    dense_weight = torch.as_tensor(RANDOM.normal(0, 0.05, (ROWS, INPUTS))).float()
-    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
-    kind = BaseCompressor.get_value_from_registry(format)
-    state = {"weight": dense_weight} | _parameters(dense_weight, weights)
-    stored = kind.compress(state, scheme)
-    expected = kind.decompress(dict(stored), scheme)["weight"]
-    named = {f".{key}": part for key, part in stored.items()} | (extra or {})
-    weight = expected.double().numpy()
-    step = 2.0**-8 if expected.dtype is torch.bfloat16 else 1e-6  # theirs is rounded, not ours
-    return Folder(named, weight, config | settings, place, tolerance=step)
-
-
-def _parameters(weight: Tensor, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return scales and zero points of the smallest and largest weight of each group."""
-    strategy, bits = arguments["strategy"], arguments["num_bits"]
-    if strategy == "block":
-        scale = weight.view(ROWS // 32, 32, INPUTS // 32, 32).abs().amax((1, 3)) / 448
-        return {"weight_scale": scale.float()}
-    size = {"tensor": None, "channel": INPUTS}.get(strategy, arguments.get("group_size"))
-    rows = weight.reshape(1, 1, -1) if size is None else weight.view(ROWS, -1, size)
-    if arguments["type"] == "float" and bits == 4:
-        scale = rows.abs().amax(-1) / 6
-        if strategy == "group":
-            return {"weight_scale": 2 ** scale.log2().round()}
-        whole = (448 * 6 / weight.abs().max()).reshape(1)
-        return {"weight_scale": (scale * whole), "weight_global_scale": whole}
-    if arguments["type"] == "float":
-        return {"weight_scale": (rows.abs().amax(-1) / 448).reshape(-1, *[1] * (size is not None))}
-    if arguments.get("symmetric", True):
-        scale = rows.abs().amax(-1) / (2 ** (bits - 1) - 1)
-        return {"weight_scale": scale if size else scale.reshape(1)}
-    scale = (rows.amax(-1) - rows.amin(-1)) / (2**bits - 1)
-    zero = (-(2 ** (bits - 1)) - rows.amin(-1) / scale).round()
-    zero = zero.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    return {"weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
-
-
-def before_0_9(symmetric: bool) -> Folder:
-    """Zero points of a signed byte each, zeros in symmetric models too; a shape in int32."""
-    arguments = ints(4, "group", 32, symmetric=symmetric)
-    made = compressed("pack-quantized", arguments)
-    shape = torch.tensor([ROWS, INPUTS], dtype=torch.int32)
-    zeros = torch.zeros(ROWS, INPUTS // 32, dtype=torch.int8)
-    if not symmetric:
-        from compressed_tensors.compressors.pack_quantized import unpack_from_int32
-
-        words = made.parts[".weight_zero_point"]
-        zeros = unpack_from_int32(words, 4, zeros.shape, packed_dim=0).contiguous()
-    parts = made.parts | {".weight_zero_point": zeros, ".weight_shape": shape}
-    return Folder(parts, made.weight, made.settings)
-
-
-def ints(bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size} | more
-
-
-FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-INPUT_SCALE = {".input_scale": torch.tensor([0.01])}
-COMPRESSED: dict[str, Callable[[], Folder]] = {
-    "frozen": lambda: compressed("float-quantized", FP8, quantization_status="frozen"),
-    "calibration": lambda: compressed("float-quantized", FP8, quantization_status="calibration"),
-    "static inputs": lambda: compressed("float-quantized", FP8, STATIC, extra=INPUT_SCALE),
-    "naive FP8": lambda: compressed("naive-quantized", FP8 | {"strategy": "channel"}),
-    "W8A8": lambda: compressed("int-quantized", ints(8, "channel"), TOKENS),
-    "W8A8 by tensor": lambda: compressed("int-quantized", ints(8, "tensor"), TOKENS),
-    "W8A8 in groups": lambda: compressed("int-quantized", ints(8, "group", 32)),
-    "W8A8 with zero points": lambda: compressed(
-        "int-quantized", ints(8, "channel", symmetric=False)
-    ),
-    "naive 4 bits": lambda: compressed("naive-quantized", ints(4, "channel")),
-    "2 bits packed": lambda: compressed("pack-quantized", ints(2, "group", 32)),
-    "5 bits packed": lambda: compressed("pack-quantized", ints(5, "group", 64, symmetric=False)),
-    "zero points packed": lambda: compressed(
-        "pack-quantized", ints(4, "group", 32, symmetric=False)
-    ),
-    "W4A8": lambda: compressed("pack-quantized", ints(4, "group", 128), TOKENS),
-    "unpacked zero points": lambda: before_0_9(False),
-    "zero points of zero": lambda: before_0_9(True),
-    "nvfp4 of auto-round": lambda: compressed(
-        "nvfp4-pack-quantized",
-        FP4,
-        quant_method="auto-round",
-        bits=4,
-        data_type="nv_fp4_with_static_gs",
-    ),
-    "an older key": lambda: compressed(
-        "pack-quantized", ints(4, "group", 32), place="compression_config", quant_method="sparseml"
-    ),
-    "nvfp4": lambda: compressed("nvfp4-pack-quantized", FP4),
-    "mxfp4": lambda: compressed(
-        "mxfp4-pack-quantized", FP4 | {"strategy": "group", "group_size": 32}
-    ),
-}
-
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -427,7 +307,7 @@ BITSANDBYTES: dict[str, Callable[[], Folder]] = {
     "fp4": lambda: bnb("fp4", nested=False, settings=BNB_SETTINGS),
     "int8": bnb_int8,
 }
-FORMS = GPTQ | AWQ | COMPRESSED | MODELOPT | BITSANDBYTES
+FORMS = GPTQ | AWQ | MODELOPT | BITSANDBYTES
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -441,4 +321,4 @@ def test_what_is_read_is_what_the_format_says(name: str, tmp_path: Path) -> None
         loaded = arrays.in_torch(reader.load(NAME))  # warns where memory cannot be shared
         found = dense(loaded, "float32").double().numpy()
         largest = float(np.abs(made.weight).max())
-        np.testing.assert_allclose(found, made.weight, made.tolerance, 1e-6 * largest)
+        np.testing.assert_allclose(found, made.weight, 1e-6, 1e-6 * largest)

@@ -164,6 +164,7 @@ def test_settings_in_config_json_win_over_those_of_a_file_beside(tmp_path: Path)
     for config, expected in (
         ({"quantization_config": gptq, "compression_config": {"format": "dense"}}, gptq),
         ({"text_config": {"quantization_config": gptq}, "quantization": other}, gptq),
+        ({"compression_config": gptq, "quantization": other}, gptq),
         ({"quantization": other}, other | {"quant_method": "mlx"}),
         ({"quantization_config": None}, {"quant_method": "gptq", "bits": 2}),
     ):
