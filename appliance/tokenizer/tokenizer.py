@@ -95,7 +95,10 @@ class Tokenizer:
     @classmethod
     def from_path(cls, path: Path) -> Tokenizer:
         """Load the tokenizer of a GGUF file or Hugging Face folder; a bad one raises ModelError."""
-        return cls(load_from_folder(path) if path.is_dir() else load_from_gguf(path))
+        source = load_from_folder(path) if path.is_dir() else load_from_gguf(path)
+        for note in source.notes:
+            logger.warning("%s", note)
+        return cls(source)
 
     def encode(
         self, text: str, *, add_special_tokens: bool, allow_special: bool = True

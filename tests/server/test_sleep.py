@@ -14,6 +14,8 @@ from appliance.events import Info
 from appliance.server.watcher import Watcher, server_info
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from appliance.tokenizer import Tokenizer
     from tests.server.conftest import Running, Serve
 
@@ -83,6 +85,15 @@ async def test_the_tokenizer_s_processes_end_with_the_engine(
         await until(lambda: set(psutil.Process().children()) <= before, "a worker lives on")
         assert (await running.chat("hi")).status_code == 200
         byte_tokenizer.close()
+
+
+async def test_dashboards_are_told_what_was_assumed_of_a_tokenizer(
+    serve: Serve, tokenizer_with: Callable[..., Tokenizer]
+) -> None:
+    tokenizer = tokenizer_with("{{ messages[0].content }}")
+    tokenizer.notes = ("the file names no rules",)
+    async with serve(tokenizer=tokenizer) as running:
+        assert server_info(running.state).notes == ("the file names no rules",)
 
 
 async def test_dashboards_are_told_and_see_no_blocks(serve: Serve) -> None:
