@@ -27,7 +27,8 @@ TIMEOUT = 10.0  # seconds for the hub to answer
 SIDE_FILES = (".json", ".jinja")
 # Folders whose side files are read, too: templates for tools, and settings of embedding models.
 FOLDERS = ("additional_chat_templates/", "1_Pooling/", "1_LogitScore/")
-OLDER_TOKENIZERS = ("tokenizer.model", "merges.txt")  # read where there is no tokenizer.json
+# Read where there is no tokenizer.json.
+OLDER_TOKENIZERS = ("tokenizer.model", "merges.txt", "tiktoken.model")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

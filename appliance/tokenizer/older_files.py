@@ -1,7 +1,7 @@
 """Builds the tokenizers of folders without tokenizer.json.
 
-Reads vocab.json with merges.txt, whose rules transformers' class has, and SentencePiece's
-tokenizer.model. Others are refused by name.
+Reads vocab.json with merges.txt, whose rules transformers' class has, SentencePiece's
+tokenizer.model, and files of ranks (see `ranked_tokens`). Others are refused by name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tokenizers.models import BPE
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.tokenizer.from_gguf import SENTENCEPIECE, GGUFTokenizer
 from appliance.tokenizer.pieces import SPACE_MARK
+from appliance.tokenizer.ranked_tokens import read_kimi, read_tekken
 from appliance.tokenizer.word_rules import WORD_RULES
 
 VOCABULARY, MERGES, PIECES = "vocab.json", "merges.txt", "tokenizer.model"
+TEKKEN, RANKS = "tekken.json", "tiktoken.model"
 _OTHERS = {
-    "tekken.json": "Mistral's own form",
-    "tiktoken.model": "tiktoken's form",
+    RANKS: "tiktoken's form, with rules that only its code has",
     "qwen.tiktoken": "tiktoken's form",
     "spiece.model": "SentencePiece's form of an encoder",
     "sentencepiece.bpe.model": "SentencePiece's form of an encoder",
@@ -69,6 +70,15 @@ def read_older_files(path: Path, config: Mapping[str, Any], model_type: str) -> 
         return _from_pieces(path / PIECES, config)
     if (path / VOCABULARY).is_file() and (path / MERGES).is_file():
         return _from_merges(path, str(config.get("tokenizer_class", "")), model_type)
+    if (path / TEKKEN).is_file():
+        roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        return OlderTokenizer(read_tekken(path / TEKKEN), roles, add_bos=True)
+    if (path / RANKS).is_file() and config.get("tokenizer_class") == "TikTokenTokenizer":
+        named = {
+            int(token_id): str(token["content"])
+            for token_id, token in config.get("added_tokens_decoder", {}).items()
+        }
+        return OlderTokenizer(read_kimi(path / RANKS, named))
     found = next((name for name in _OTHERS if (path / name).is_file()), None)
     if found is None:
         raise ModelError(

@@ -25,6 +25,12 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_LETTER_OF = {byte: letter for letter, byte in _BYTE_OF.items()}
+
+
+def bytes_in_letters(token: bytes) -> str:
+    """Spell bytes as a byte-level vocabulary does."""
+    return "".join(_LETTER_OF[byte] for byte in token)
 
 
 def piece_bytes(piece: str, spelling: Spelling) -> bytes:

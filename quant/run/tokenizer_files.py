@@ -25,6 +25,8 @@ _CARRIED = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tekken.json",
+    "tiktoken.model",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.tokenizer import Tokenizer
+from appliance.tokenizer.pre_tokenizers import GPT4O, TEKKEN
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded_pieces.json").read_text())
 MODELS = {name: base64.b64decode(one["model"]) for name, one in RECORDED["models"].items()}
@@ -110,7 +112,95 @@ def test_the_rules_of_merges_follow_the_model_without_a_configuration(tmp_path: 
     assert tokenizer.token_text(one) + tokenizer.token_text(two) == "12"
 
 
-@pytest.mark.parametrize("name", ["tekken.json", "qwen.tiktoken", "tiktoken.model", "vocab.txt"])
+# Single bytes, then longer tokens in the order of their ranks.
+RANKED = [bytes([byte]) for byte in range(256)] + [
+    *(b"th", b" t", b"the", b" the", b"aa", b"aaa", b"aaaa", b"\xe4\xb8", "中".encode(), b"12"),
+    *(b"  ", b"    ", b"xaa", b"ab", b"aab", b"\n\n"),
+]
+TEXTS = [
+    "".join(random.Random(seed).choices(["the", " the", "a", "aa", "ab", "xa", "中", "12", "123",
+            "  ", "\n", "\n\n", "é", "🙂", "THE", "'s"], k=8))
+    for seed in range(60)
+]  # fmt: skip
+
+
+def tekken(**changes: Any) -> dict[str, Any]:
+    special = ["<unk>", "<s>", "</s>", "[INST]"]
+    config = {
+        "pattern": TEKKEN,
+        "default_vocab_size": 10 + len(RANKED),
+        "default_num_special_tokens": 10,
+    }
+    return {
+        "config": config,
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate([*RANKED, b"beyond"])
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": token, "is_control": True}
+            for rank, token in enumerate(special)
+        ],
+        **changes,
+    }
+
+
+def test_ids_of_tekken_are_those_of_transformers_and_tiktoken(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken()))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    ours, theirs = Tokenizer.from_path(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ranks = {token: 10 + rank for rank, token in enumerate(RANKED)}
+    maker = tiktoken.Encoding("tekken", pat_str=TEKKEN, mergeable_ranks=ranks, special_tokens={})
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ids == maker.encode(text), text
+        assert ours.encode(f"[INST]{text}", add_special_tokens=True) == [1, 3, *ids]
+    assert (ours.bos_token_id, ours.eos_token_ids) == (1, (2,))
+    assert ours.vocab_size == 10 + len(RANKED)
+
+
+def test_ids_of_kimi_are_tiktokens(tmp_path: Path) -> None:
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(RANKED)]
+    (tmp_path / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
+    end = len(RANKED) + 2
+    config = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "eos_token": "[EOS]",
+        "added_tokens_decoder": {str(end): {"content": "[EOS]", "special": True}},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.from_path(tmp_path)
+    ranks = {token: rank for rank, token in enumerate(RANKED)}
+    # No text mixes Chinese with other letters, which takes an intersection that tiktoken lacks.
+    pattern = r"[\p{Han}]+|" + GPT4O.replace("[\\r\\n/]*", "[\\r\\n]*")
+    maker = tiktoken.Encoding("kimi", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in TEXTS:
+        if "中" not in text:
+            assert ours.encode(text, add_special_tokens=True) == maker.encode(text), text
+    assert ours.encode("[EOS]<|reserved_token_272|>中", add_special_tokens=True) == [end, 272, 264]
+    assert ours.eos_token_ids == (end,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"special_tokens": None}, "has no special_tokens"),
+        ({"vocab": [{"rank": 0, "token_bytes": "*"}]}, "not in base 64"),
+        ({"vocab": 7}, "is damaged"),
+        ({"config": {"pattern": "(a+)+$"}}, "unknown pattern"),
+    ],
+)
+def test_tekken_that_cannot_be_read_is_named(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken(**changes)))
+    with pytest.raises(ModelError, match=reason) as caught:
+        Tokenizer.from_path(tmp_path)
+    assert str(tmp_path / "tekken.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tiktoken.model", "vocab.txt"])
 def test_other_forms_are_refused_with_what_helps(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("x")
     with pytest.raises(UnsupportedModelError, match="save_pretrained") as caught:
