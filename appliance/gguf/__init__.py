@@ -5,6 +5,6 @@ tokenizer.
 """
 
 from appliance.gguf.file import GGUFFile
-from appliance.gguf.header import GGUFHeader, TensorInfo, read_header, read_part
+from appliance.gguf.header import GGUFHeader, TensorInfo, read_header, read_part, starts_as_gguf
 
-__all__ = ["GGUFFile", "GGUFHeader", "TensorInfo", "read_header", "read_part"]
+__all__ = ["GGUFFile", "GGUFHeader", "TensorInfo", "read_header", "read_part", "starts_as_gguf"]

@@ -98,6 +98,15 @@ class GGUFHeader:
     tensors: dict[str, TensorInfo]
 
 
+def starts_as_gguf(path: Path) -> bool:
+    """Return True for a file that begins as GGUF does, as Ollama's do under names of their own."""
+    try:
+        with path.open("rb") as content:
+            return content.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
     """Read and check the header of a GGUF model.
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.gguf import GGUFFile
+from appliance.gguf import GGUFFile, starts_as_gguf
+from appliance.gguf_names import is_gguf
 from appliance.model.deciding_settings import deciding_settings
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.families.limits import check_quantization
@@ -95,7 +96,7 @@ def open_unchecked(
     """
     if path.is_dir():
         return _open_folder(path, in_torch, settings)
-    if path.is_file():
+    if path.is_file() and (is_gguf(path) or starts_as_gguf(path)):
         return _open_gguf(path, in_torch, settings)
     raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
 
