@@ -42,6 +42,11 @@ def wants_fp8(source: ModelSource) -> bool:
     config: Any = source.config.get("quantization_config")
     config = config if isinstance(config, dict) else {}
     scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if isinstance(scheme, str) and scheme.upper() not in ("FP8", "NONE", "AUTO"):
+        raise UnsupportedModelError(
+            f"{source.path.name}: kv_cache_quant_algo asks for {scheme}; only FP8 is read, so"
+            " choose a KV format with --kv-cache-dtype"
+        )
     if not isinstance(scheme, dict):
         return str(scheme).upper() == "FP8"  # ModelOpt's word for it
     if scheme.get("type") != "float" or scheme.get("num_bits") != 8 or scheme.get("dynamic"):

@@ -106,11 +106,19 @@ def test_a_form_without_a_kernel_is_refused_where_it_is_asked_for(model: Path) -
         choose(model, "k8v4", device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize("count", [1, HEADS])
-def test_scales_of_others_are_honoured(model: Path, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme", "count"),
+    [
+        ("self_attn.{}_scale", FP8_SCHEME, 1),
+        ("self_attn.{}_scale", FP8_SCHEME, HEADS),
+        ("self_attn.{0}_proj.{0}_scale", "FP8", 1),  # ModelOpt
+        ("self_attn.{}_proj.output_scale", FP8_SCHEME, 1),  # compressed-tensors until August 2024
+    ],
+)
+def test_scales_of_others_are_honoured(model: Path, name: str, scheme: Any, count: int) -> None:
     values = [0.5, 0.25][:count]
-    scales = {f"{i}.self_attn.{x}_scale": values for i in range(2) for x in "kv"}
-    layers, notes = choose(with_scales(model, scales, FP8_SCHEME))
+    scales = {f"{i}.{name.format(x)}": values for i in range(2) for x in "kv"}
+    layers, notes = choose(with_scales(model, scales, scheme))
     assert [layer.format for layer in layers] == [KVFormat.FP8] * 2
     expected = torch.tensor(values).expand(HEADS).tolist()
     assert [layer.head_scales.tolist() for layer in layers if layer.head_scales is not None] == [
@@ -136,6 +144,8 @@ def test_scales_of_another_shape_and_other_schemes_are_refused(model: Path) -> N
         choose(with_scales(model, scales, FP8_SCHEME))
     with pytest.raises(UnsupportedModelError, match="asks for 4 bits of type 'int'"):
         choose(with_scales(model, {}, {"num_bits": 4, "type": "int"}))
+    with pytest.raises(UnsupportedModelError, match="asks for NVFP4; only FP8 is read"):
+        choose(with_scales(model, {}, "NVFP4"))
 
 
 def test_a_mixed_plan_is_served_and_named(model: Path) -> None:
