@@ -109,7 +109,7 @@ def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None)
     is_part, config = text is not None, text or dict(folder.config)
     family = family_of_text(config) if is_part else find_family(config) or _of_merged(config)
     if family is None:
-        return _open_fallback(folder, config, origin, is_part=is_part)
+        return _open_fallback(folder, config, origin, folder.config if is_part else None)
     weights = _open_weights(folder, config, origin)
     family = replace(family, names=names_in(weights, family.names, family.other_names))
     if is_part:
@@ -159,7 +159,7 @@ def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str
 
 
 def _open_fallback(
-    folder: SafetensorsFolder, config: dict[str, Any], origin: str, *, is_part: bool
+    folder: SafetensorsFolder, config: dict[str, Any], origin: str, whole: dict[str, Any] | None
 ) -> ModelSource:
     """Open a model, or the text part of one, that transformers describes; loads both libraries."""
     from appliance.model.fallback.description import describe
@@ -169,15 +169,17 @@ def _open_fallback(
     stored = weights.tensor_names()
     notes: tuple[str, ...] = ()
     try:
-        fallback, spec = describe(config, origin, stored, is_part=is_part)
-        own = RenamedWeights(weights, fallback.stored, is_part=is_part)
+        fallback, spec = describe(config, origin, stored, whole=whole)
+        own = RenamedWeights(weights, fallback.stored, is_part=whole is not None)
         names = fallback.family.names
         ends = stored_ends(folder, own, names, fallback.stored) if spec.tied_head else None
         if ends is StoredEnds.APART:
             config, notes = untied(config), (apart_note(names),)
-            fallback, spec = describe(config, origin, stored, is_part=is_part)
+            fallback, spec = describe(config, origin, stored, whole=whole)
     except UnsupportedModelError as error:
         raise unsupported(config, str(error)) from error
+    if whole is not None and fallback.is_whole:
+        config = dict(whole)
     found = head_as_embedding(own, names) if ends is StoredEnds.HEAD_ONLY else own
     return ModelSource(folder.path, fallback.family, config, spec, found, fallback, notes)
 

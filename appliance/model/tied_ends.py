@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from appliance.checkpoint import SafetensorsFolder
+    from appliance.model.fallback.renamed import Stored
     from appliance.model.names import TensorNames
     from appliance.quant.formats import WeightReader
 
@@ -34,7 +35,7 @@ def stored_ends(
     folder: SafetensorsFolder,
     weights: WeightReader,
     names: TensorNames,
-    stored: Mapping[str, str] | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> StoredEnds:
     """Compare embedding and head as they are stored.
 
@@ -54,7 +55,8 @@ def stored_ends(
     places = [embedding, head] if stored is None else [stored[embedding], stored[head]]
     plain = set(folder.tensor_names())
     # Quantized ends have other names there: each rounds for itself.
-    same = plain.issuperset(places) and folder.has_same_bytes(*places)
+    names_alone = [place for place in places if isinstance(place, str) and place in plain]
+    same = len(names_alone) == len(places) and folder.has_same_bytes(*names_alone)
     return StoredEnds.ONE if same else StoredEnds.APART
 
 

@@ -47,6 +47,11 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", _SIZES),
     "exaone4": ("exaone4", _SIZES | {"sliding_window": 7, "sliding_window_pattern": 2}),
     "granite_swa-sinks": ("granite_swa", _SIZES | {"sliding_window": 7}),
+    # A tensor for each expert, by names of its makers' own, which transformers turns as it loads.
+    "minimax_m2-names": (
+        "minimax_m2",
+        _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
     "olmoe": ("olmoe", _SIZES | {"num_experts": 5, "num_experts_per_tok": 2}),
     "gpt2": ("gpt2", {"hidden_size": 64, "num_attention_heads": 4, "n_inner": 96}),
 }

@@ -80,6 +80,8 @@ WHOLES: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
     "gemma4": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
     "gemma4_unified": {},
+    "glm46v": _HALF,
+    "glm4v": _HALF,
     "glm4v_moe": _ROUTED | _HALF | {"first_k_dense_replace": 1},
     "idefics2": {},
     "idefics3": {},
@@ -100,6 +102,21 @@ WHOLES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _EXPERTS | _INTERLEAVED,
     "smolvlm": {},
     "voxtral": {},
+}
+# The same of wholes whose text part runs by transformers' modules: by a class of its own, or by the
+# whole's, of which the other parts are left out.
+FALLBACK_WHOLES: dict[str, dict[str, Any]] = {
+    "aria": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "ernie4_5_vl_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": [24, 24],
+        "rope_parameters": _IN_THREE["rope_parameters"] | {"mrope_section": [3, 3, 2]},
+    },
+    "fuyu": {},
+    "glm_ocr": _IN_THREE,
+    "minimax_m3_vl": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "paddleocr_vl": _IN_THREE,
 }
 
 

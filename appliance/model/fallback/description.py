@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.model.fallback.attention import SERVING, register
+from appliance.model.fallback.conversion import names_in_model, names_of_text, renamed
 from appliance.model.fallback.experts import (
     IMPLEMENTATION,
     are_apart,
@@ -21,7 +22,6 @@ from appliance.model.fallback.experts import (
 from appliance.model.fallback.experts import register as register_experts
 from appliance.model.fallback.matrices import StoredMatrices
 from appliance.model.fallback.probe import ProbeResult, probe
-from appliance.model.fallback.renamed import names_in_model, names_of_text
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
 from appliance.model.names import TensorNames
@@ -31,6 +31,7 @@ from appliance.model.tensors import Role, TensorSlot
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
+    from appliance.model.fallback.renamed import Stored
     from appliance.model.families.reader import ConfigReader
 
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.")
@@ -54,8 +55,9 @@ class FallbackModel:
         slots: tensors that its checkpoint must hold.
         between: names of matrices that are no linears, which have the type of activations.
         matrices: tensors that hold linears inputs first, or many in one.
-        stored: names in the checkpoint by those of the model.
+        stored: what the checkpoint has, by the names of the model.
         ignored: patterns of tensors in checkpoints that it does not read.
+        is_whole: the class has other parts as well, which are left out.
         is_one_by_one: those are presented as matrices of their own, outputs first.
     """
 
@@ -66,13 +68,14 @@ class FallbackModel:
     slots: tuple[TensorSlot, ...]
     between: frozenset[str]
     matrices: tuple[StoredMatrices, ...]
-    stored: dict[str, str]
+    stored: dict[str, Stored]
     ignored: tuple[str, ...]
+    is_whole: bool = False
     is_one_by_one: bool = False
 
     def build(self) -> Any:
         """Build its modules without memory, on the device `meta`."""
-        return build_empty(self.name, self.config)
+        return build_empty(self.name, self.config, is_whole=self.is_whole)
 
     def is_ignored(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)
@@ -92,46 +95,116 @@ def class_of(config: Mapping[str, Any], *, is_part: bool = False) -> str | None:
     return found if isinstance(found, str) and (is_part or found in architectures) else None
 
 
+def class_of_whole(config: Mapping[str, Any]) -> str | None:
+    """Return the class by which transformers serves a model of several parts; None without one."""
+    from transformers.models.auto import modeling_auto
+
+    kind = str(config.get("model_type"))
+    for names in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        found = getattr(modeling_auto, f"MODEL_FOR_{names}_MAPPING_NAMES", {}).get(kind)
+        if isinstance(found, str):
+            return found
+    return None
+
+
 def describe(
-    config: Mapping[str, Any], origin: str, stored: list[str], *, is_part: bool = False
+    config: Mapping[str, Any],
+    origin: str,
+    stored: list[str],
+    *,
+    whole: Mapping[str, Any] | None = None,
 ) -> tuple[FallbackModel, DecoderSpec]:
     """Describe the model of a Hugging Face config.
+
+    A text part is served by the class of its own, if the checkpoint has the tensors of that by
+    other prefixes, and else by the class of the whole, whose other parts are left out.
 
     Args:
         origin: the settings' file, for messages.
         stored: names of the checkpoint's tensors.
-        is_part: the config is that of a larger model's text part.
+        whole: settings of the model whose text part the config is of; None if it is text alone.
 
     Raises:
         CheckpointError: a setting is out of range.
         UnsupportedModelError: transformers has no class for it, or the engine cannot serve it so.
     """
-    name = class_of(config, is_part=is_part)
-    if name is None:
-        raise UnsupportedModelError(_why_unknown(config, is_part=is_part))
+    alone = class_of(config, is_part=whole is not None)
+    outer = None if whole is None else class_of_whole(whole)
+    if alone is None and outer is None:
+        raise UnsupportedModelError(_why_unknown(config, is_part=whole is not None))
     _check_numbers(config, origin)
     _check_settings(config)
+    if alone is not None:
+        found = _described_as(alone, config, origin, stored, is_part=whole is not None)
+        if outer is None or {slot.name for slot in found[0].slots} <= found[0].stored.keys():
+            return found
+    assert outer is not None
+    assert whole is not None
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return _described_as(outer, {**whole, **tied}, origin, stored, is_whole=True)
+
+
+def _described_as(
+    name: str,
+    config: Mapping[str, Any],
+    origin: str,
+    stored: list[str],
+    *,
+    is_part: bool = False,
+    is_whole: bool = False,
+) -> tuple[FallbackModel, DecoderSpec]:
     settings = _config_of(config, origin)
-    model = build_empty(name, settings)
+    model = build_empty(name, settings, is_whole=is_whole)
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError("it has recurrent layers")
-    probed = probe(model)
-    names = names_of_text(model, stored) if is_part else names_in_model(model, stored)
-    fallback, spec = _described(name, settings, model, probed, names)
+    probed = probe(model, body_of(model, is_whole=is_whole))
+    names = names_of_text(model, stored) if is_part else {name: name for name in stored}
+    found = renamed(names_in_model(model, names), names)
+    if is_whole:
+        found = _of_body(found, model)
+    fallback, spec = _described(name, settings, model, probed, found)
     check_spec(spec, origin)
-    return fallback, spec
+    return replace(fallback, is_whole=is_whole), spec
 
 
-def build_empty(name: str, config: Any) -> Any:
-    """Build a model whose parameters take no memory; its buffers are empty as well."""
+def build_empty(name: str, config: Any, *, is_whole: bool = False) -> Any:
+    """Build a model whose parameters take no memory; its buffers are empty as well.
+
+    Args:
+        is_whole: leave out what is beside the text.
+    """
     import transformers
 
     register()
     register_experts()
     config._attn_implementation = SERVING
     config._experts_implementation = IMPLEMENTATION
-    with torch.device("meta"):
-        return getattr(transformers, name)(config).eval()
+    config.get_text_config()._experts_implementation = IMPLEMENTATION
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, name)(config).eval()
+    except Exception as error:  # its classes raise what they like for settings that are wrong
+        raise UnsupportedModelError(
+            f"{name} of transformers cannot be built ({type(error).__name__}: {error})"
+        ) from error
+    if is_whole:
+        body, outer = model.get_decoder(), model.get_submodule(model.base_model_prefix)
+        for part, module in list(outer.named_children()):
+            if all(inner is not body for inner in module.modules()):
+                delattr(outer, part)
+    return model
+
+
+def body_of(model: Any, *, is_whole: bool) -> Any:
+    """Return what is called for the hidden states of text."""
+    return model.get_decoder() if is_whole else getattr(model, model.base_model_prefix)
+
+
+def _of_body(stored: dict[str, Stored], model: Any) -> dict[str, Stored]:
+    """Leave out what the checkpoint has of a whole's other parts."""
+    names = {id(module): name for name, module in model.named_modules()}
+    body, own = f"{names[id(model.get_decoder())]}.", model.state_dict().keys()
+    return {name: of for name, of in stored.items() if name.startswith(body) or name in own}
 
 
 def _why_unknown(config: Mapping[str, Any], *, is_part: bool) -> str:
@@ -186,22 +259,26 @@ def _check_settings(config: Mapping[str, Any]) -> None:
 def _config_of(config: Mapping[str, Any], origin: str) -> Any:
     from transformers import AutoConfig
 
-    settings = {
-        key: value
-        for key, value in config.items()
-        if key not in _NOT_FOR_TRANSFORMERS and not key.startswith("_")
-    }
     try:
-        return AutoConfig.for_model(**settings)
+        return AutoConfig.for_model(**_for_transformers(config))
     except Exception as error:  # its classes raise what they like for settings that are wrong
         raise UnsupportedModelError(f"transformers refuses {origin}: {error}") from error
 
 
+def _for_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _for_transformers(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NOT_FOR_TRANSFORMERS and not key.startswith("_")
+    }
+
+
 def _described(
-    name: str, config: Any, model: Any, probed: ProbeResult, stored: dict[str, str]
+    name: str, config: Any, model: Any, probed: ProbeResult, stored: dict[str, Stored]
 ) -> tuple[FallbackModel, DecoderSpec]:
     attention = probed.attention
-    num_layers = config.num_hidden_layers
+    config_of_text = config.get_text_config()
+    num_layers = config_of_text.num_hidden_layers
     if len(attention) != num_layers:
         raise UnsupportedModelError(
             f"{len(attention)} of its {num_layers} layers (num_hidden_layers) ask for attention;"
@@ -230,7 +307,7 @@ def _described(
         architecture=f"{name} of transformers",
         hidden_size=probed.hidden_size,
         vocab_size=probed.vocab_size,
-        context_length=_context(config),
+        context_length=_context(config_of_text),
         layers=layers,
         final_norm=NormSpec(eps=1e-6),
         tied_head=tied,

@@ -13,7 +13,12 @@ from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.checked import load_checked
 from appliance.model.fallback.decoder import FallbackDecoder
-from appliance.model.fallback.description import has_inputs_first, is_embedding, is_linear
+from appliance.model.fallback.description import (
+    body_of,
+    has_inputs_first,
+    is_embedding,
+    is_linear,
+)
 from appliance.model.fallback.experts import (
     DOWN,
     GATE,
@@ -76,7 +81,7 @@ def load_fallback(
     modules = dict(model.named_modules())
     names = zip(source.fallback.attention, itertools.count())
     places = {modules[name]: (i, source.spec.attention_layers[i]) for name, i in names}
-    body = getattr(model, model.base_model_prefix)
+    body = body_of(model, is_whole=source.fallback.is_whole)
     setattr(model, model.base_model_prefix, IdentityModel())
     return FallbackDecoder(
         spec=source.spec,

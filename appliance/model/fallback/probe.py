@@ -9,6 +9,7 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.model.fallback.attention import PROBING, SeenPositions, register, running
+from appliance.model.fallback.modules import IdentityModel
 from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
 
 if TYPE_CHECKING:
@@ -63,8 +64,11 @@ class _Recorder:
         return query.transpose(1, 2).contiguous()
 
 
-def probe(model: Any) -> ProbeResult:
+def probe(model: Any, body: Any) -> ProbeResult:
     """Run a model whose parameters are on the device `meta`.
+
+    Args:
+        body: its part up to the head.
 
     Raises:
         UnsupportedModelError: it asks for something that the engine's attention cannot do.
@@ -76,12 +80,13 @@ def probe(model: Any) -> ProbeResult:
     try:
         model.config._attn_implementation = PROBING
         with torch.inference_mode(), running(recorder):
-            output = model(
+            output = body(
                 input_ids=rows,
                 position_ids=rows,
                 attention_mask=torch.ones_like(rows),
                 use_cache=False,
             )
+            logits = _logits(model, output.last_hidden_state)
     except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedModelError(
             f"a run without weights failed in its modules ({type(error).__name__}: {error})"
@@ -89,7 +94,19 @@ def probe(model: Any) -> ProbeResult:
     finally:
         model.config._attn_implementation = before
     head = model.get_output_embeddings()
-    return ProbeResult(recorder.found, head.in_features, int(output.logits.shape[-1]))
+    return ProbeResult(recorder.found, head.in_features, int(logits.shape[-1]))
+
+
+def _logits(model: Any, hidden: Tensor) -> Tensor:
+    """Run what comes after the body."""
+    name = model.base_model_prefix
+    body = getattr(model, name)
+    setattr(model, name, IdentityModel())
+    try:
+        logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
+    finally:
+        setattr(model, name, body)
+    return logits
 
 
 def _spec_of(

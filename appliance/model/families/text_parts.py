@@ -55,6 +55,7 @@ _RENORMALIZED = {"norm_topk_prob": True}
 # Text parts that are another family's decoder, by their `model_type`.
 FAMILIES_OF_TEXTS: dict[str, TextFamily] = {
     "glm4v_moe_text": TextFamily("glm4_moe"),
+    "glm4v_text": TextFamily("glm4"),
     "kimi_k2": TextFamily("deepseek_v3"),
     "qwen2_5_omni_text": TextFamily("qwen2"),
     "qwen2_5_vl_text": TextFamily("qwen2"),

@@ -11,6 +11,7 @@ from fallback_models import FALLBACKS
 from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
 from teacher_forcing import logits_of
+from whole_models import FALLBACK_WHOLES, whole_model
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.cpu.engine import NativeEngine
@@ -77,6 +78,22 @@ def test_the_text_answers_as_transformers_does_and_says_what_is_left_out(
         wanted = model(torch.tensor([token_ids])).logits[0]
     torch.testing.assert_close(found, wanted, atol=1e-4 * max(1, float(wanted.std())), rtol=0)
     assert [note for note in source.weights.notes() if "text only: 2 tensors" in note]
+
+
+@pytest.mark.parametrize("kind", FALLBACK_WHOLES)
+def test_the_text_of_a_whole_answers_as_transformers_answers(
+    kind: str, save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    model = whole_model(kind, FALLBACK_WHOLES[kind])
+    source = open_model(save(model))
+    assert source.fallback is not None
+    operations = LibraryOperations(NativeEngine(LIBRARY, 1), torch.float32)
+    found = logits_of(load_fallback(source, operations, torch.float32), token_ids)
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(found, wanted, atol=1e-4 * max(1, float(wanted.std())), rtol=0)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    assert [note for note in source.weights.notes() if "of other parts" in note]
 
 
 @pytest.fixture
