@@ -47,6 +47,34 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", _SIZES),
     "exaone4": ("exaone4", _SIZES | {"sliding_window": 7, "sliding_window_pattern": 2}),
     "granite_swa-sinks": ("granite_swa", _SIZES | {"sliding_window": 7}),
+    "apertus": ("apertus", _SIZES),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        _SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            }
+        },
+    ),
+    "hunyuan-experts": (
+        "hunyuan_v1_moe",
+        _SIZES | {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 24},
+    ),
+    "laguna": (
+        "laguna",
+        _SIZES
+        | {
+            "sliding_window": 7,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     # A tensor for each expert, by names of its makers' own, which transformers turns as it loads.
     "minimax_m2-names": (
         "minimax_m2",

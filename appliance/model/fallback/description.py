@@ -40,6 +40,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _NOT_FOR_TRANSFORMERS = {
     *("quantization_config", "auto_map", "attn_implementation", "experts_implementation"),
 }
+_FLOAT = "__float__"
 _OWN_ROPES = {"dynamic", "longrope"}  # whose angles depend on the longest sequence of a step
 
 
@@ -54,6 +55,7 @@ class FallbackModel:
         family: names of its ends and layers, for what asks a family.
         slots: tensors that its checkpoint must hold.
         between: names of matrices that are no linears, which have the type of activations.
+        read: names of linears whose matrix a module reads without calling them.
         matrices: tensors that hold linears inputs first, or many in one.
         stored: what the checkpoint has, by the names of the model.
         ignored: patterns of tensors in checkpoints that it does not read.
@@ -67,6 +69,7 @@ class FallbackModel:
     family: Family
     slots: tuple[TensorSlot, ...]
     between: frozenset[str]
+    read: frozenset[str]
     matrices: tuple[StoredMatrices, ...]
     stored: dict[str, Stored]
     ignored: tuple[str, ...]
@@ -155,6 +158,9 @@ def _described_as(
 ) -> tuple[FallbackModel, DecoderSpec]:
     settings = _config_of(config, origin)
     model = build_empty(name, settings, is_whole=is_whole)
+    text = settings.get_text_config()
+    _check_ropes(config.get("text_config", config) if is_whole else config, model)
+    _check_layer_types(getattr(text, "layer_types", None))
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError("it has recurrent layers")
     probed = probe(model, body_of(model, is_whole=is_whole))
@@ -233,24 +239,35 @@ def _check_numbers(config: Mapping[str, Any], origin: str) -> None:
 
 def _check_settings(config: Mapping[str, Any]) -> None:
     """Refuse by name what no paged attention over one decoder's blocks is."""
-    for key in ("is_encoder_decoder", "add_cross_attention", "alibi", "attention_chunk_size"):
+    for key in ("is_encoder_decoder", "add_cross_attention", "alibi"):
         if config.get(key):
             raise UnsupportedModelError(f"{key} = {config[key]!r} is not honoured")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("it attends in both directions (is_causal)")
-    kinds = config.get("layer_types")
+    _check_layer_types(config.get("layer_types"))
+
+
+def _check_layer_types(kinds: object) -> None:
     for kind in kinds if isinstance(kinds, list) else []:
         if kind not in _KNOWN_LAYERS:
             raise UnsupportedModelError(
-                f"layer_types has {kind!r}: only layers of attention alone are served so,"
-                " no recurrent or chunked ones"
+                f"layer_types has {kind!r}: only layers of attention alone are served so, to all"
+                " earlier positions or a window of them, no recurrent, chunked, compressed or"
+                " indexed ones"
             )
+
+
+def _check_ropes(config: Mapping[str, Any], model: Any) -> None:
+    """Refuse rotations that depend on the length of a sequence."""
+    # HunYuan's, which are called dynamic, are fixed by their alpha.
+    has_fixed = any(hasattr(part, "compute_ntk_alpha_rope_parameters") for part in model.modules())
     for key in ("rope_parameters", "rope_scaling"):
         section = config.get(key)
         parts = section.values() if isinstance(section, dict) else ()
         for part in (section, *parts):
             kind = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
-            if kind in _OWN_ROPES:
+            is_fixed = has_fixed and isinstance(part, dict) and part.get("alpha")
+            if kind in _OWN_ROPES and not is_fixed:
                 raise UnsupportedModelError(
                     f"{key}.rope_type = {kind!r} turns all sequences of a step by the longest one"
                 )
@@ -267,10 +284,17 @@ def _config_of(config: Mapping[str, Any], origin: str) -> Any:
 
 def _for_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _for_transformers(value) if isinstance(value, dict) else value
+        key: _in_python(value)
         for key, value in config.items()
         if key not in _NOT_FOR_TRANSFORMERS and not key.startswith("_")
     }
+
+
+def _in_python(value: Any) -> Any:
+    """Return a setting without what transformers writes for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return float(value[_FLOAT]) if value.keys() == {_FLOAT} else _for_transformers(value)
+    return [_in_python(item) for item in value] if isinstance(value, list) else value
 
 
 def _described(
@@ -292,8 +316,13 @@ def _described(
         raise UnsupportedModelError("it has convolutions over positions (Conv1d)")
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
-    slots, between, matrices = _slots(model, stored.keys())
-    widest = max(max(slot.shape) for slot in slots if slot.layer is not None)
+    read = frozenset(
+        part
+        for part, module in model.named_modules()
+        if is_linear(module) and part not in probed.called
+    )
+    slots, between, matrices = _slots(model, stored.keys(), read)
+    widest = max(max(slot.shape, default=1) for slot in slots if slot.layer is not None)
     layers = tuple(
         LayerSpec(
             mixer=mixer,
@@ -315,7 +344,7 @@ def _described(
     ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     family = _family(name, model, next(iter(attention)))
     return FallbackModel(
-        name, config, tuple(attention), family, slots, between, matrices, stored, ignored
+        name, config, tuple(attention), family, slots, between, read, matrices, stored, ignored
     ), spec
 
 
@@ -349,7 +378,7 @@ def _context(config: Any) -> int:
 
 
 def _slots(
-    model: Any, stored: Set[str]
+    model: Any, stored: Set[str], read: Set[str]
 ) -> tuple[tuple[TensorSlot, ...], frozenset[str], tuple[StoredMatrices, ...]]:
     """List the tensors of a checkpoint: parameters, a tied one once, and buffers that are kept.
 
@@ -377,10 +406,13 @@ def _slots(
                 found += expert_slots(owner_name, owner, layer)
             apart.add(owner_name)
             continue
-        role = ends.get(id(owner), Role.UP if type(owner) is nn.Linear else Role.ROUTER)
-        if tensor.dim() == 1:
+        is_called = type(owner) is nn.Linear and owner_name not in read
+        role = ends.get(id(owner), Role.UP if is_called else Role.ROUTER)
+        if tensor.dim() <= 1:
             role = Role.NORM
-        elif not (is_linear(owner) or is_embedding(owner) or has_experts(owner)):
+        elif owner_name in read or not (
+            is_linear(owner) or is_embedding(owner) or has_experts(owner)
+        ):
             between.add(name)
         slot = TensorSlot(name, tuple(tensor.shape), role, layer)
         if has_experts(owner) and tensor.dim() == 3:
@@ -389,6 +421,10 @@ def _slots(
             matrices.append(StoredMatrices(slot, turned=True))
         found.append(slot)
     return tuple(found), frozenset(between), tuple(matrices)
+
+
+def _is_laid_out(module: nn.Module) -> bool:
+    return is_linear(module) or is_embedding(module) or has_experts(module)
 
 
 def is_linear(module: nn.Module) -> bool:

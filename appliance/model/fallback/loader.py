@@ -107,13 +107,23 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
         if not names:
             continue
         with torch.no_grad():
-            model._init_weights(module)
+            _initializer(model, prefix)(module)
         filled = dict(module.named_buffers(prefix, recurse=False))
         for name in names:
             if not bool(torch.isfinite(filled[name].to(device)).all()):
                 raise UnsupportedModelError(
                     f"{name} is in no checkpoint, and transformers does not compute it"
                 )
+
+
+def _initializer(model: Any, place: str) -> Callable[[nn.Module], None]:
+    """Return what fills a module: of the innermost model that it is in."""
+    parts = place.split(".")
+    inner = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
+    found: Callable[[nn.Module], None] = next(
+        part._init_weights for part in inner if hasattr(part, "_init_weights")
+    )
+    return found
 
 
 def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -150,7 +160,7 @@ class _Layout:
             self._report("weights", done, len(owners))
             if module is head and shared is not None:
                 _put(model, name, shared)
-            elif is_linear(module):
+            elif is_linear(module) and name not in self._fallback.read:
                 _put(model, name, self._linear(name, module, is_head=module is head))
             elif has_experts(module):
                 _put(model, name, self._experts(name, module))
@@ -179,7 +189,7 @@ class _Layout:
             self.nbytes += linear.nbytes
         else:
             self._count(weight, linear)
-        return LaidOutLinear(linear)
+        return LaidOutLinear(linear, self._operations.dtype)
 
     def _experts(self, name: str, module: Any) -> LaidOutExperts:
         into, out = stacked_parts(module)

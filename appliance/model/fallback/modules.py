@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 class LaidOutLinear(nn.Module):
     """A linear in the engine's layout."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = linear
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        self.weight = torch.empty(0, dtype=dtype)  # some modules ask for its type
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x (..., in_features) to (..., out_features)."""

@@ -34,11 +34,13 @@ class ProbeResult:
         attention: of each module that attends, by its name, in the order of the calls.
         hidden_size: of what the head reads.
         vocab_size: logits of a row.
+        called: names of the modules that are called, not only read.
     """
 
     attention: dict[str, AttentionSpec]
     hidden_size: int
     vocab_size: int
+    called: frozenset[str]
 
 
 @dataclass
@@ -74,7 +76,12 @@ def probe(model: Any, body: Any) -> ProbeResult:
         UnsupportedModelError: it asks for something that the engine's attention cannot do.
     """
     register()
-    recorder = _Recorder({module: name for name, module in model.named_modules()})
+    names = {module: name for name, module in model.named_modules()}
+    recorder, called = _Recorder(names), set[str]()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(names[module]))
+        for module in names
+    ]
     before = model.config._attn_implementation
     rows = torch.zeros((1, _ROWS), dtype=torch.int64, device="meta")
     try:
@@ -87,14 +94,23 @@ def probe(model: Any, body: Any) -> ProbeResult:
                 use_cache=False,
             )
             logits = _logits(model, output.last_hidden_state)
-    except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # its modules raise what they like
+        if SeenPositions.__name__ in str(error):
+            raise UnsupportedModelError(
+                "its layers compute with attention masks themselves, as those with a bias of"
+                " positions (ALiBi) or an index of them do, which is not honoured"
+            ) from error
         raise UnsupportedModelError(
             f"a run without weights failed in its modules ({type(error).__name__}: {error})"
         ) from error
     finally:
+        for hook in hooks:
+            hook.remove()
         model.config._attn_implementation = before
     head = model.get_output_embeddings()
-    return ProbeResult(recorder.found, head.in_features, int(logits.shape[-1]))
+    return ProbeResult(recorder.found, head.in_features, int(logits.shape[-1]), frozenset(called))
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

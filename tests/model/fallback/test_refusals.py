@@ -48,6 +48,15 @@ def configured(folder: Path, **settings: Any) -> Path:
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "no causal"),
         ({"model_type": "new", "architectures": ["NewForCausalLM"]}, "no causal language model"),
         ({"model_type": "new", "auto_map": {"AutoModel": "a.B"}}, r"\(auto_map\) is never run"),
+        (
+            {
+                "model_type": "glm_moe_dsa",
+                "architectures": ["GlmMoeDsaForCausalLM"],
+                "layer_types": None,
+                "num_hidden_layers": 4,
+            },
+            "layer_types has 'indexed_attention': .* indexed ones",
+        ),
         ({"add_cross_attention": True}, "add_cross_attention = True"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
         (
