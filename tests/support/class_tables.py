@@ -37,7 +37,8 @@ def make() -> dict[str, Any]:
     from transformers.utils import logging
 
     logging.set_verbosity(logging.CRITICAL)
-    types = {item.model_type for item in (*FAMILIES, *ENCODERS)} | set(OTHER_TYPES)
+    types = {family.model_type for family in FAMILIES} | {each.model_type for each in ENCODERS}
+    types |= set(OTHER_TYPES)
     parts: dict[str, str] = {}
     for name in CONFIG_MAPPING:
         specs: dict[str, Any] = CONFIG_MAPPING[name].sub_configs_defaults
