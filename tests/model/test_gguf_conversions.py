@@ -160,6 +160,19 @@ def test_the_text_part_of_a_vision_model_answers_as_a_model_of_its_own(
     torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)
 
 
+def test_a_hybrid_with_a_block_that_predicts_further_tokens(
+    make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = make("nemotron_h", make_model)
+    plain = open_model(write(tmp_path, model)).spec
+    settings, count = gguf_settings(model.config), len(plain.layers)
+    changes: dict[str, Any] = {"block_count": count + 1, "nextn_predict_layers": 1}
+    assert open_model(write(tmp_path, model, **changes)).spec == plain
+    for key in ("attention.head_count_kv", "feed_forward_length"):
+        changes[key] = [*settings[key], settings[key][-1]]
+    assert open_model(write(tmp_path, model, **changes)).spec == plain
+
+
 @pytest.mark.parametrize("case", ["qwen3_next", "mistral4", "gemma4", "nemotron_h"])
 def test_packed_tensors_of_any_layout_keep_their_codes(
     case: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]

@@ -198,6 +198,25 @@ def test_packed_weights_keep_their_codes_and_run_in_the_library(
     assert torch.equal(logits_in_steps(ours, token_ids, [1] * 45), found)
 
 
+def test_blocks_that_predict_further_tokens_are_no_layers(
+    make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Lists cover them, as llama.cpp's `recurrent_layers` in place of an interval does."""
+    architecture, changes = CASES["qwen3_5"]
+    kept = {k: v for k, v in (RECURRENT["qwen3_5"][1] | changes).items() if v is not None}
+    model = make_model("qwen3_5_text", **SIZES | kept)
+    plain = open_model(write_gguf(tmp_path, model, architecture))
+    layers = len(plain.spec.layers)
+    recurrent = [index in plain.spec.recurrent_layers for index in range(layers)]
+    further = {
+        "block_count": layers + 1,
+        "nextn_predict_layers": 1,
+        "attention.recurrent_layers": [*recurrent, False],
+        "full_attention_interval": layers + 1,  # which the list replaces
+    }
+    assert open_model(write_gguf(tmp_path, model, architecture, **further)).spec == plain.spec
+
+
 def test_floating_point_codes_are_put_into_the_order_of_checkpoints(
     case: tuple[Any, str], tmp_path: Path
 ) -> None:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, kv_heads
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_config,
+    kv_heads,
+    num_layers,
+)
 from appliance.model.families.mamba2 import gguf_mamba2_settings, read_mamba2
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
@@ -53,7 +58,7 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     num_heads = meta.integer("attention.head_count")
     heads, width = kv_heads(meta, num_heads), meta.integer("embedding_length") // num_heads
-    layers = meta.integer("block_count")
+    layers = num_layers(meta)
     if len(heads) != layers or all(heads):
         raise meta.refuse("attention.head_count_kv", f"a list of {layers} layers' with some 0")
     return {

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.errors import CheckpointError
-from appliance.model.families.gguf_config import gguf_biases, gguf_config, kv_heads, of_layers
+from appliance.model.families.gguf_config import (
+    gguf_biases,
+    gguf_config,
+    kv_heads,
+    num_layers,
+    of_layers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +34,7 @@ def read_gemma4_gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
-    layers, names = meta.integer("block_count"), file.tensor_names()
+    layers, names = num_layers(meta), file.tensor_names()
     slides = _slides(meta, layers)
     readers = meta.integer("attention.shared_kv_layers", 0)
     own_full = [index for index in range(layers - readers) if not slides[index]]

@@ -136,7 +136,7 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": max(of_layers(meta, "feed_forward_length")),
-        "num_hidden_layers": _num_layers(meta),
+        "num_hidden_layers": num_layers(meta),
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, *kv_heads(meta, num_heads)),
         "head_dim": head_dim,
@@ -155,8 +155,8 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _num_layers(meta: ConfigReader) -> int:
-    """Return the number of layers, of which blocks that predict further tokens are none."""
+def num_layers(meta: ConfigReader) -> int:
+    """Return the number of layers: blocks that predict further tokens are none."""
     blocks, further = meta.integer("block_count"), meta.integer("nextn_predict_layers", 0)
     if further >= blocks:
         raise meta.refuse("nextn_predict_layers", f"fewer than the {blocks} of block_count")
@@ -190,7 +190,7 @@ def of_layers(meta: ConfigReader, key: str, usual: int | None = None) -> tuple[i
     """Read a number for all layers, or a list per layer, in which 0 is allowed."""
     if not isinstance(meta.value(key), list):
         return (meta.integer(key, usual),)
-    layers = _num_layers(meta)
+    layers = num_layers(meta)
     listed = meta.value(key)
     # Some writers list the blocks that predict further tokens too.
     count = len(listed) if len(listed) == meta.integer("block_count") else layers

@@ -54,7 +54,6 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
         **gguf_biases(file, attention="attention_bias"),
-        "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),
     }
 
 

@@ -18,6 +18,7 @@ from appliance.model.families.gguf_config import (
     gguf_config,
     gguf_experts,
     kv_heads,
+    num_layers,
 )
 from appliance.model.families.mamba2 import (
     ATTENTION_NAMES,
@@ -147,7 +148,7 @@ def _gguf_hybrid(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         heads = kv_heads(meta, meta.integer("attention.head_count"))
         kinds = ["attention" if count else "mamba" for count in heads]
-        kinds *= meta.integer("block_count") if len(kinds) == 1 else 1
+        kinds *= num_layers(meta) if len(kinds) == 1 else 1
         found = _gguf_extra(meta, file) | _gguf_experts(meta)
         turns = meta.flag("rope.scaling.finetuned", True)
         found |= {"layer_types": kinds, "position_embedding_type": "rope" if turns else "nope"}

@@ -14,6 +14,7 @@ from appliance.model.families.gguf_config import (
     gguf_config,
     gguf_experts,
     kv_heads,
+    num_layers,
 )
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
@@ -123,7 +124,7 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     heads = kv_heads(meta, meta.integer("attention.head_count"))
     if len(heads) == 1:
-        heads *= meta.integer("block_count")
+        heads *= num_layers(meta)
     return {
         "hidden_act": "silu",
         "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),

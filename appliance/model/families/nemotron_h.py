@@ -20,6 +20,7 @@ from appliance.model.families.gguf_config import (
     gguf_experts,
     gguf_mamba2,
     kv_heads,
+    num_layers,
     of_layers,
 )
 from appliance.model.families.limits import RANGES
@@ -167,7 +168,7 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     heads = kv_heads(meta, meta.integer("attention.head_count"))
-    widths, layers = of_layers(meta, "feed_forward_length"), meta.integer("block_count")
+    widths, layers = of_layers(meta, "feed_forward_length"), num_layers(meta)
     if not len(heads) == len(widths) == layers:
         raise meta.refuse("feed_forward_length", f"a list of {layers} layers' with this family")
     names = file.tensor_names()

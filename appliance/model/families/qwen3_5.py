@@ -13,6 +13,7 @@ from appliance.model.families.gguf_config import (
     gguf_biases,
     gguf_config,
     gguf_experts,
+    num_layers,
 )
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
@@ -131,7 +132,8 @@ def _layer_types(meta: ConfigReader) -> dict[str, list[str]]:
     listed = meta.value("attention.recurrent_layers")
     if not isinstance(listed, list):
         return {}
-    return {"layer_types": ["linear_attention" if item else "full_attention" for item in listed]}
+    kinds = ["linear_attention" if item else "full_attention" for item in listed]
+    return {"layer_types": kinds[: num_layers(meta)]}
 
 
 _DRAFT_HEAD = DraftHeadNames(
