@@ -11,6 +11,7 @@ from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.kernels.kv_write.head_norms import HeadNorms
 from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.model.adapters.torch_slots import run_adapted
+from appliance.model.spec import HeadNormKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +34,8 @@ class Attention:
         qkv: maps hidden to query heads, key heads, value heads and gates, in this order; without
             those that other heads or another layer provide.
         output: maps query heads to hidden.
-        query_norm: of each query head before RoPE; set together with `key_norm`.
-        key_norm: of each key head before RoPE.
+        query_norm: of query heads, as `spec.head_norms` says; set together with `key_norm`.
+        key_norm: of key heads.
         value_norm: of each value head; its weight is 1.
         sinks: (num_heads,) float32.
     """
@@ -67,8 +68,13 @@ class Attention:
         cos, sin = step.rotations[self.rope]
         if spec.kv_layer is None:
             qkv = self._with_values(qkv)
+            if spec.head_norms is HeadNormKind.ROTATED:
+                qkv, cos, sin = self._rotated(qkv, cos, sin), cos[:, :0], sin[:, :0]
+            elif spec.head_norms is HeadNormKind.ALL:
+                qkv = self._normed_at_once(qkv)
             query = write_step(backend, qkv, cos, sin, cache, step.batch, self._norms())
         else:
+            assert spec.head_norms is HeadNormKind.EACH, "a layer that reads another's keys"
             query = backend.rotary(self._normed(qkv, self.query_norm), cos, sin)
         factor = step.query_scales[self.rope]
         if factor is not None:
@@ -96,6 +102,31 @@ class Attention:
         values = qkv[:, -spec.num_kv_heads :]
         return torch.cat((qkv[:, :before_values], self._normed(values, self.value_norm)), dim=1)
 
+    def _normed_at_once(self, qkv: Tensor) -> Tensor:
+        """Norm all queries of a token as one vector, and all its keys."""
+        assert self.query_norm is not None
+        assert self.key_norm is not None
+        queries, keys, values = self._split(qkv)
+        normed = [
+            norm.of(heads.reshape(heads.shape[0], -1), self.backend).view(heads.shape)
+            for heads, norm in ((queries, self.query_norm), (keys, self.key_norm))
+        ]
+        return torch.cat((*normed, values), dim=1)
+
+    def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate queries and keys, then norm them."""
+        queries, keys, values = self._split(qkv)
+        turned = [self.backend.rotary(heads.contiguous(), cos, sin) for heads in (queries, keys)]
+        norms = (self.query_norm, self.key_norm)
+        normed = [self._normed(heads, norm) for heads, norm in zip(turned, norms, strict=True)]
+        return torch.cat((*normed, values), dim=1)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        queries, keys, values = qkv.split(counts, dim=1)
+        return queries, keys, values
+
     def _normed(self, heads: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
             return heads
@@ -104,6 +135,8 @@ class Attention:
 
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:
+            return None
+        if self.spec.head_norms is not HeadNormKind.EACH:
             return None
         assert self.query_norm.eps == self.key_norm.eps
         return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)

@@ -72,7 +72,7 @@ class LayerBuilder:
         index: int,
         weights: LayerWeights,
         spec: LayerSpec,
-        next_norm: Norm,
+        next_norm: Norm | None,
         experts: HostExperts | RoutedMLPs | None = None,
     ) -> DecoderLayer:
         """Build a layer; `experts` run in place of its routed ones, which are not read."""

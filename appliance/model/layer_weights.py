@@ -130,7 +130,7 @@ class LayerWeights:
     # Before the mixer, or before the MLP of a layer without one; None if there is none.
     first_norm: Norm | None
     mixer_post_norm: Norm | None
-    mlp_norm: Norm | None  # between mixer and MLP; None if both share the first
+    mlp_norm: Norm | None  # between mixer and MLP; None if both share the first, or have none
     mlp_post_norm: Norm | None
     token_input: LayerInputWeights | None
     output_scale: float | None

@@ -109,9 +109,11 @@ class DecoderLayer:
 
     Attributes:
         mixer_post_norm: of the mixer's output; set together with `mlp_post_norm`.
-        mlp_norm: of the stream between mixer and MLP, or before both if they are parallel.
+        mlp_norm: of the stream between mixer and MLP, or before both if they are parallel; None:
+            the MLP reads the stream itself.
         mlp_post_norm: of the MLP's output.
-        next_norm: of the stream after this layer: the next layer's, or the decoder's last.
+        next_norm: of the stream after this layer: the next layer's, or the decoder's last; None:
+            the next layer reads the stream itself.
         cache_place: index of its cache among all layers' caches; None without a mixer.
         token_input: adds the layer's input from the tokens.
         output_scale: multiplies the stream at the end.
@@ -126,7 +128,7 @@ class DecoderLayer:
     mixer: Mixer | None
     mlp: MLP | Experts | None
     mlp_norm: Norm | None
-    next_norm: Norm
+    next_norm: Norm | None
     mixer_post_norm: Norm | None
     mlp_post_norm: Norm | None
     index: int
@@ -172,7 +174,7 @@ class DecoderLayer:
             return self._add_both(hidden, read, stream, adapters)
         if self.mixer is not None:
             hidden = _summed(hidden, self.mixer_joint)
-            norm = self.mlp_norm or self.next_norm
+            norm = self.next_norm if self.mlp is None else self.mlp_norm
             hidden, stream = self._add(hidden, stream, self.mixer_post_norm, norm)
         if self.mlp is not None:
             if adapted is not None and rows is not None:
@@ -183,7 +185,8 @@ class DecoderLayer:
         if self.token_input is None and self.output_scale is None:
             return hidden, stream
         stream = self._end(stream, step, rows)
-        return self.next_norm.of(stream, self.backend), stream
+        next_norm = self.next_norm
+        return stream if next_norm is None else next_norm.of(stream, self.backend), stream
 
     def _add_both(
         self, mixed: Tensor, read: Tensor, stream: Tensor, adapters: LayerAdapters | None
@@ -234,10 +237,13 @@ class DecoderLayer:
         return stream if self.output_scale is None else stream * self.output_scale
 
     def _add(
-        self, added: Tensor, stream: Tensor, post_norm: Norm | None, norm: Norm
+        self, added: Tensor, stream: Tensor, post_norm: Norm | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
         if post_norm is not None:
             added = post_norm.of(added, self.backend)
+        if norm is None:
+            total = added + stream
+            return total, total
         hidden, total = norm.of_sum(added, stream, self.backend)
         return hidden, hidden if self.replaces else total
 

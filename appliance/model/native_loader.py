@@ -8,6 +8,7 @@ from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.parts import LibraryLinear
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
+    HeadNormsCode,
     JoinStruct,
     LayerStruct,
     LinearStruct,
@@ -280,6 +281,7 @@ def _attention(
         sinks=None if weights.sinks is None else packer.floats(weights.sinks),
         only_reads=spec.kv_layer is not None,
         keys_are_values=spec.keys_are_values and spec.kv_layer is None,
+        head_norms=HeadNormsCode[spec.head_norms.name],
     )
 
 

@@ -83,7 +83,8 @@ class ModelReader:
     def first_norm(self, index: int) -> Norm | None:
         """Read the norm at the start of a layer; past the last layer, the decoder's own.
 
-        None before the first layer if norms follow additions, or if a join comes first.
+        None before the first layer if norms follow additions, or if a join comes first; also
+        before a layer that norms only what it adds.
         """
         spec = self._source.spec
         if spec.norms_replace:
@@ -92,13 +93,15 @@ class ModelReader:
         if index == len(spec.layers):
             return self._tensors.norm(self._names.final_norm, spec.final_norm)
         layer, names = spec.layers[index], self._names
-        if layer.joins:
+        if layer.joins or not layer.pre_norms:
             return None
         first = names.mlp_norm if layer.mixer is None else names.mixer_norm
         return self._tensors.norm(names.in_layer(index, first), layer.norm)
 
-    def _inner_norm(self, index: int) -> Norm:
+    def _inner_norm(self, index: int) -> Norm | None:
         names, spec = self._names, self._source.spec
+        if not spec.layers[index].pre_norms:
+            return None
         part = names.mixer_norm if spec.norms_replace else names.mlp_norm
         return self._tensors.norm(names.in_layer(index, part), spec.layers[index].norm)
 

@@ -69,6 +69,14 @@ class NormSpec:
     bias: bool = True  # of a centered norm
 
 
+class HeadNormKind(Enum):
+    """Vectors of queries and keys that are normed, before or after RoPE."""
+
+    EACH = "each"  # every head, before RoPE
+    ALL = "all"  # heads of a token at once, before RoPE
+    ROTATED = "rotated"  # each head, after RoPE
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention of one layer."""
@@ -82,7 +90,8 @@ class AttentionSpec:
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: NormSpec | None = None  # per head, before RoPE
+    qk_norm: NormSpec | None = None  # of queries and keys
+    head_norms: HeadNormKind = HeadNormKind.EACH
     output_gate: bool = False  # the query linear also computes gates of the heads' output
     sinks: bool = False  # each head's softmax has a learned extra score
     value_norm: NormSpec | None = None  # per head, without a weight
@@ -191,6 +200,7 @@ class LayerSpec:
     may be missing with its norms (Nemotron-H).
 
     Attributes:
+        pre_norms: norm what mixer and MLP read; without, x += norm(mixer(x)) (OLMo 2).
         post_norms: norm the output of mixer and MLP before adding it (Gemma).
         output_scale: the checkpoint has a factor of the stream after the layer.
         parallel: x += mixer(norm(x)) + mlp(norm(x)), with a norm each (Falcon).
@@ -206,6 +216,7 @@ class LayerSpec:
     parallel: bool = False
     one_norm: bool = False
     joins: bool = False
+    pre_norms: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +294,12 @@ class DecoderSpec:
 
     @property
     def goes_layer_by_layer(self) -> bool:
-        """True if layers need only a stream of embedding rows and their own caches."""
+        """True if layers need only a stream, which they norm first, and their own caches."""
         mixers = self.attention_layers.values()
         from_embedding = self.positions is None and self.embedding_width is None
         own_inputs = self.token_input is None and all(mixer.kv_layer is None for mixer in mixers)
-        return own_inputs and from_embedding and not self.norms_replace
+        normed = not self.norms_replace and all(layer.pre_norms for layer in self.layers)
+        return own_inputs and from_embedding and normed
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, HeadNormKind, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,13 +132,13 @@ def _layer_slots(
     found = _LayerTensors(names, index)
     hidden = spec.hidden_size
     if layer.mixer is not None:
-        if not layer.joins:
+        if layer.pre_norms and not layer.joins:
             yield from found.stream_norm(names.mixer_norm, hidden, layer.norm)
         yield from _mixer_slots(found, hidden, layer.mixer, 2 if layer.joins else 1)
         if layer.post_norms:
             yield found.norm(names.mixer_post_norm, hidden)
     if layer.mlp is not None:
-        if not layer.one_norm:
+        if layer.pre_norms and not layer.one_norm:
             yield from found.stream_norm(names.mlp_norm, hidden, layer.norm)
         if isinstance(layer.mlp, ExpertsSpec):
             yield from _expert_slots(found, hidden, layer.mlp)
@@ -258,9 +258,10 @@ def _attention_slots(
     for part, (role, rows) in zip(names.qkv[: len(parts)], parts, strict=True):
         yield from found.linear(part, role, rows, halves * hidden, attention.qkv_bias)
     if attention.qk_norm is not None:
-        yield found.norm(names.query_norm, attention.head_dim)
+        at_once = attention.head_norms is HeadNormKind.ALL
+        yield found.norm(names.query_norm, queries if at_once else attention.head_dim)
         if attention.kv_layer is None:
-            yield found.norm(names.key_norm, attention.head_dim)
+            yield found.norm(names.key_norm, keys if at_once else attention.head_dim)
     if attention.sinks:
         yield found.numbers(names.sinks, attention.num_heads)
     yield from found.linear(names.output, Role.OUTPUT, hidden, queries, attention.output_bias)

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 18  # AP_ABI
+ABI = 19  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -109,6 +109,14 @@ class RopeStruct(Structure):
     )
 
 
+class HeadNormsCode(IntEnum):
+    """ap_head_norms."""
+
+    EACH = 0
+    ALL = 1
+    ROTATED = 2
+
+
 class AttentionStruct(Structure):
     """ap_attention."""
 
@@ -131,7 +139,7 @@ class AttentionStruct(Structure):
         ("only_reads", c_int32),
         ("keys_are_values", c_int32),
         ("looks_ahead", c_int32),
-        ("reserved", c_int32),
+        ("head_norms", c_int32),
     )
 
 

@@ -128,6 +128,7 @@ class Streams:
             layer = builder.layer(index, loaded, spec.layers[index], loaded.first_norm)
             del loaded
             norm = layer.next_norm
+            assert norm is not None, "refused before"
             for variant in self._of(weights):
                 error = self._run(variant, layer, norm, index)
                 if variant.is_traced:

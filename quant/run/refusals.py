@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from appliance.quant.text.calibration import Calibration
 
 
-_NOT_BY_LAYER = "embeddings of each layer or of positions, or layers that share keys"
+_NOT_BY_LAYER = (
+    "embeddings of each layer or of positions, layers that share keys, or norms only behind them"
+)
 
 
 def why_not_measured(source: ModelSource) -> str:

@@ -28,10 +28,10 @@ def model(
     smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Path, Tokenizer]:
     """A random model with the tokenizer of a real one."""
-    folder = tmp_path_factory.mktemp("olmo2")
+    folder = tmp_path_factory.mktemp("helium")
     tokenizer = Tokenizer.from_path(smollm2_gguf)
     made = write_sure_model(
-        "olmo2",
+        "helium",
         folder,
         vocab_size=49152,
         hidden_size=64,
@@ -39,6 +39,7 @@ def model(
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=256,
     )
     write_tokenizer_files(smollm2_gguf, folder)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from native_models import LIBRARY, native
+from relatives import RELATIVES
 from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.kernels.backend import REFERENCE
@@ -86,6 +87,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+}
+CASES |= {
+    case: (RELATIVES[case][0], RELATIVES[case][1] | {"hidden_size": 96})
+    for case in ("cohere2", "gemma2", "glm4", "olmo3", "exaone4", "hunyuan", "minimax_m2")
 }
 FORMATS = [KVFormat.FP32, KVFormat.BF16, KVFormat.INT8, KVFormat.INT4]
 CUTS = [[45], [16, 16, 13], [7, 1, 9, 20, 1, 1, 6], [1] * 45]

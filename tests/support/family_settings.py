@@ -229,6 +229,21 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "glm": [{"partial_rotary_factor": 0.5}],
     "glm4": [{"rope_parameters": {"partial_rotary_factor": 0.5}}],
     "cohere": [{"logit_scale": 0.5, "layer_norm_eps": 1e-5}],
+    "olmo2": [{"attention_bias": True}],
+    "olmo3": [
+        {
+            "sliding_window": 3,
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+    ],
+    "exaone4": [{"sliding_window": 3, "sliding_window_pattern": 2}],
+    "hunyuan_v1_dense": [{"rope_parameters": {"rope_type": "dynamic", "alpha": 9.0}}],
+    "minimax_m2": [
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "use_qk_norm": True}
+    ],
     "cohere2": [{"logit_scale": 0.5, "sliding_window": 3, "sliding_window_pattern": 2}],
     "deepseek_v3": [
         EXPERTS
@@ -339,6 +354,10 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "glm4": {"nextn_predict_layers": 1, "block_count": 3},
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
+    "olmo2": {"attention.sliding_window": 3, "attention.sliding_window_pattern": [True, False]},
+    "exaone4": {"attention.sliding_window": 3, "attention.sliding_window_pattern": 2},
+    "hunyuan-dense": {"rope.scaling.type": "none"},
+    "minimax-m2": GGUF_EXPERTS | {"expert_gating_func": 2, "rope.dimension_count": 8},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5,
                 "attention.sliding_window": 3},
     "lfm2": GGUF_CONVOLUTIONS,

@@ -35,6 +35,11 @@ ARCHITECTURES = {
     "glm4": "glm4",
     "cohere": "command-r",
     "cohere2": "cohere2",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "minimax_m2": "minimax-m2",
 }
 
 
@@ -226,6 +231,25 @@ def _full_head_dim(config: Any) -> int:
     return int(max(found, default=config.head_dim))
 
 
+def _olmo3(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    full = config.rope_parameters["full_attention"]
+    return _slides(config, found) | {
+        "rope.freq_base": float(full["rope_theta"]),
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": full["factor"],
+        "rope.scaling.original_context_length": full["original_max_position_embeddings"],
+    }
+
+
+def _slides(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    kinds = [kind == "sliding_attention" for kind in config.layer_types]
+    return {"attention.sliding_window_pattern": kinds} if config.sliding_window else {}
+
+
+def _minimax_m2(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2}
+
+
 def _cohere(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     return {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
 
@@ -255,6 +279,9 @@ _OF_FAMILY = {
     "falcon": _falcon,
     "cohere": _cohere,
     "cohere2": _cohere,
+    "olmo3": _olmo3,
+    "exaone4": _slides,
+    "minimax_m2": _minimax_m2,
 }
 # Their heads are stored as pairs in a file, though not in a folder.
 _PAIRED = ("granite", "ministral3", "bamba", "smollm3")

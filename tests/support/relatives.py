@@ -1,10 +1,16 @@
-"""Small models of Llama's relatives: dense, and apart in norms, positions or the order of rows."""
+"""Small models of Llama's relatives: apart in norms, positions or the order of rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WINDOW = {"sliding_window": 7}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": (
@@ -22,6 +28,35 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
     "cohere2": ("cohere2", WINDOW | {"logit_scale": 0.5, "num_hidden_layers": 4}),
+    # Norms behind attention and MLP alone, of all heads at once, or after RoPE.
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        WINDOW
+        | {
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "exaone4": ("exaone4", WINDOW | {"num_hidden_layers": 4}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 50.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
 }
 # Those whose GGUF files cannot say it, or have an architecture of their own that is not read.
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +73,19 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss-bias": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     "ernie4_5-bias": ("ernie4_5", {"use_bias": True}),
     "glm": ("glm", {}),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "attention_bias": True,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 50.0,
+                "factor": 1.0,
+                "alpha": 9.0,
+            },
+        },
+    ),
     "cohere-bias": ("cohere", {"attention_bias": True, "logit_scale": 0.5}),
     "cohere2-full": (
         "cohere2",

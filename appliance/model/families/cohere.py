@@ -10,7 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_biases,
+    gguf_config,
+    gguf_layer_types,
+)
 from appliance.model.families.rope import read_rope, without_positions
 from appliance.model.families.standard import (
     read_attention,
@@ -100,7 +105,7 @@ def _gguf_2(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         return _gguf_extra(meta, file) | {
             "sliding_window": meta.integer("attention.sliding_window"),
-            "sliding_window_pattern": meta.integer("attention.sliding_window_pattern", _PERIOD),
+            "layer_types": gguf_layer_types(meta, _PERIOD),
         }
 
     return gguf_config(file, "cohere2", extra)

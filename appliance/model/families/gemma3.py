@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_biases,
+    gguf_config,
+    gguf_layer_types,
+)
 from appliance.model.families.rope import scaled_rope, section_of_layers
 from appliance.model.families.standard import (
     read_attention,
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec, RopeSpec
 
 _LAYERS_OF_27B = 62
+_PERIOD = 6
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -103,14 +109,10 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
 
 def _windows(meta: ConfigReader) -> dict[str, Any]:
     """Read the window and the layers that have it; without a window none has."""
-    pattern = meta.value("attention.sliding_window_pattern", 6)
     if meta.value("attention.sliding_window") is None:
         return {"sliding_window": None, "sliding_window_pattern": 1}
-    window = {"sliding_window": meta.integer("attention.sliding_window")}
-    if isinstance(pattern, list):
-        kinds = ["sliding_attention" if item else "full_attention" for item in pattern]
-        return window | {"layer_types": kinds}
-    return window | {"sliding_window_pattern": meta.integer("attention.sliding_window_pattern", 6)}
+    window = meta.integer("attention.sliding_window")
+    return {"sliding_window": window, "layer_types": gguf_layer_types(meta, _PERIOD)}
 
 
 GEMMA3 = Family(

@@ -197,6 +197,20 @@ def of_layers(meta: ConfigReader, key: str, usual: int | None = None) -> tuple[i
     return meta.integers(key, count)[:layers]
 
 
+def gguf_layer_types(meta: ConfigReader, period: int) -> list[str]:
+    """Read each layer's kind; without a list, every `period`th layer sees everything."""
+    key, layers = "attention.sliding_window_pattern", num_layers(meta)
+    listed = meta.value(key, period)
+    if isinstance(listed, list):
+        if len(listed) < layers:
+            raise meta.refuse(key, f"a list of {layers} layers")
+        slides = [bool(item) for item in listed[:layers]]
+    else:
+        every = meta.integer(key, period)
+        slides = [(index + 1) % every != 0 for index in range(layers)]
+    return ["sliding_attention" if sliding else "full_attention" for sliding in slides]
+
+
 def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
     """Read the number of experts, as setting `count`, the number chosen and their width."""
     config = {

@@ -116,6 +116,8 @@ RANGES: dict[str, Range] = {
     "attention.sliding_window": _ANY_COUNT,
     "sliding_window_pattern": _ANY_COUNT,
     "no_rope_layer_interval": _ANY_COUNT,
+    "alpha": _FACTOR,
+    "rotary_dim": _HEAD_WIDTH,
     "attention.sliding_window_pattern": _ANY_COUNT,
     "max_window_layers": Range(0, 2**31 - 1),
     "rms_norm_eps": _EPSILON,

@@ -10,6 +10,7 @@ from appliance.model.families.bamba import BAMBA
 from appliance.model.families.cohere import COHERE, COHERE2
 from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from appliance.model.families.ernie4_5 import ERNIE4_5
+from appliance.model.families.exaone4 import EXAONE4
 from appliance.model.families.falcon import FALCON
 from appliance.model.families.gemma2 import GEMMA, GEMMA2
 from appliance.model.families.gemma3 import GEMMA3
@@ -18,13 +19,16 @@ from appliance.model.families.glm4 import GLM, GLM4
 from appliance.model.families.glm4_moe import GLM4_MOE
 from appliance.model.families.gpt_oss import GPT_OSS
 from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from appliance.model.families.hunyuan import HUNYUAN
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.llama import LLAMA
+from appliance.model.families.minimax_m2 import MINIMAX_M2
 from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
 from appliance.model.families.mistral4 import MISTRAL4
 from appliance.model.families.mixtral import MIXTRAL
 from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
+from appliance.model.families.olmo2 import OLMO2, OLMO3
 from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen2 import QWEN2, QWEN2_VL
@@ -83,6 +87,11 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     COHERE,
     COHERE2,
+    OLMO2,
+    OLMO3,
+    EXAONE4,
+    HUNYUAN,
+    MINIMAX_M2,
     QWEN2_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,

@@ -10,6 +10,7 @@ from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    HeadNormKind,
     LayerSpec,
     MLPSpec,
     NormSpec,
@@ -51,6 +52,7 @@ def read_attention(
     qkv_bias: bool = False,
     output_bias: bool = False,
     qk_norm: NormSpec | None = None,
+    head_norms: HeadNormKind = HeadNormKind.EACH,
     output_gate: bool = False,
     sinks: bool = False,
     value_norm: NormSpec | None = None,
@@ -75,6 +77,7 @@ def read_attention(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        head_norms=head_norms,
         output_gate=output_gate,
         sinks=sinks,
         value_norm=value_norm,
@@ -97,6 +100,7 @@ def read_decoder(
     norm: NormSpec | None = None,
     norm_offset: float = 0.0,
     post_norms: bool = False,
+    pre_norms: bool = True,
     embedding_scale: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
@@ -114,6 +118,7 @@ def read_decoder(
         norm_eps: setting with the norms' epsilon.
         norm: of the stream, overriding `norm_eps` and `norm_offset`.
         post_norms: norms follow attention and MLP.
+        pre_norms: norms precede them.
         logit_softcap: logits become cap * tanh(logits / cap).
         output_scale: each layer has a factor of the stream after it.
         token_input: per-layer inputs from tokens.
@@ -127,7 +132,7 @@ def read_decoder(
         vocab_size=config.integer("vocab_size"),
         context_length=config.integer("max_position_embeddings"),
         layers=tuple(
-            LayerSpec(spec, mlp, norm, post_norms, output_scale)
+            LayerSpec(spec, mlp, norm, post_norms, output_scale, pre_norms=pre_norms)
             for spec, mlp in zip(mixers, mlps, strict=True)
         ),
         final_norm=norm,

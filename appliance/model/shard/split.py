@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from appliance.errors import ConfigError
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from appliance.model.spec import AttentionSpec, LatentAttentionSpec
+from appliance.model.spec import AttentionSpec, HeadNormKind, LatentAttentionSpec
 
 if TYPE_CHECKING:
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, MixerSpec
 
     # Mixers with heads, some of which may read the same keys.
     HeadedSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | GatedDeltaSpec | Mamba2Spec
@@ -122,6 +122,8 @@ def cut_heads(mixer: HeadedSpec, split: Split) -> tuple[Heads, ...] | None:
 
     With fewer groups than ranks, each rank has the keys of the single group that its heads read.
     """
+    if _norms_all(mixer):
+        return None
     num_heads, num_groups = head_counts(mixer)
     group = num_heads // num_groups
     bounds = split.cut(head_units(mixer, split.size))
@@ -135,6 +137,11 @@ def cut_heads(mixer: HeadedSpec, split: Split) -> tuple[Heads, ...] | None:
     if any(first // group != (last - 1) // group for first, last in pairwise(bounds)):
         return None
     return tuple(Heads(first, last - first, first // group, 1) for first, last in pairwise(bounds))
+
+
+def _norms_all(mixer: MixerSpec | None) -> bool:
+    """Return True if heads share one norm, so that no rank can have some of them."""
+    return isinstance(mixer, AttentionSpec) and mixer.head_norms is HeadNormKind.ALL
 
 
 def distance(one: Split, other: Split) -> float:
@@ -170,7 +177,11 @@ def _in_words(mixer: HeadedSpec) -> str:
 def _headed(spec: DecoderSpec) -> list[HeadedSpec]:
     """List the mixers whose heads must divide by the shares."""
     mixers = [layer.mixer for layer in spec.layers]
-    return [mixer for mixer in mixers if mixer is not None and not isinstance(mixer, ShortConvSpec)]
+    return [
+        mixer
+        for mixer in mixers
+        if mixer is not None and not isinstance(mixer, ShortConvSpec) and not _norms_all(mixer)
+    ]
 
 
 def _divides(spec: DecoderSpec, split: Split) -> bool:

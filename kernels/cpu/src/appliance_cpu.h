@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 18 /* changes with every change of a struct or a signature below */
+#define AP_ABI 19 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -68,6 +68,13 @@ typedef struct {
     int32_t original_context;
 } ap_rope;
 
+/* What the norms of queries and keys are taken of, and when. */
+typedef enum {
+    AP_NORM_EACH = 0,    /* head, before RoPE */
+    AP_NORM_ALL = 1,     /* heads of a token at once, before RoPE */
+    AP_NORM_ROTATED = 2, /* each head, after RoPE */
+} ap_head_norms;
+
 typedef struct {
     int32_t num_heads;
     int32_t num_kv_heads;
@@ -80,14 +87,14 @@ typedef struct {
     int32_t output_gate; /* 1: heads' outputs are multiplied by the sigmoid of their gates */
     ap_linear qkv[4];    /* hidden -> query heads, key heads, value heads, gates of query heads */
     ap_linear output;    /* query heads -> hidden */
-    ap_norm query_norm;  /* of each head, before RoPE */
+    ap_norm query_norm;  /* as head_norms says */
     ap_norm key_norm;
     ap_norm value_norm;  /* of each head */
     const float *sinks;  /* (num_heads,), a score without a value in each softmax, or NULL */
     int32_t only_reads;  /* 1: another layer writes its cache; qkv has query heads alone */
     int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv has none */
     int32_t looks_ahead; /* 1: a query sees as many positions after its own; none is sealed */
-    int32_t reserved;
+    int32_t head_norms;  /* ap_head_norms */
 } ap_attention;
 
 #include "mixers.h"

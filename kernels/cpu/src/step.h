@@ -63,11 +63,18 @@ static void rotate_and_write_row(void *context, int32_t row) {
         float *head = value + i * (size_t)a->head_dim;
         rms_norm_row(head, &a->value_norm, a->head_dim, head);
     }
+    bool at_once = a->head_norms == AP_NORM_ALL, last = a->head_norms == AP_NORM_ROTATED;
+    if (at_once) {
+        rms_norm_row(heads, &a->query_norm, a->num_heads * a->head_dim, heads);
+        rms_norm_row(key, &a->key_norm, (int32_t)keys * a->head_dim, key);
+    }
     for (int32_t i = 0; i < a->num_heads + (int32_t)keys; i++) {
         float *head = heads + (int64_t)i * a->head_dim;
         const ap_norm *norm = i < a->num_heads ? &a->query_norm : &a->key_norm;
-        if (norm->weight) rms_norm_row(head, norm, a->head_dim, head);
+        bool normed = norm->weight && !at_once;
+        if (normed && !last) rms_norm_row(head, norm, a->head_dim, head);
         rotate_head(head, s->cosines + place, s->sines + place, rope->rotary_dim);
+        if (normed && last) rms_norm_row(head, norm, a->head_dim, head);
     }
     if (rope->query_beta != 0.0f)
         scale_row(heads, query_scale(rope, s->batch->positions[row]), a->num_heads * a->head_dim);

@@ -14,6 +14,13 @@ static bool rope_fits(const ap_model *model, const ap_attention *a) {
     return rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= a->head_dim;
 }
 
+/* Whether norms of all heads at once have weights, and keys to norm. */
+static bool head_norms_fit(const ap_attention *a) {
+    if (a->head_norms < AP_NORM_EACH || a->head_norms > AP_NORM_ROTATED) return false;
+    if (a->head_norms != AP_NORM_ALL) return true;
+    return a->query_norm.weight && a->key_norm.weight && !a->only_reads;
+}
+
 /* Whether a slot of the states has room for what a layer keeps there. */
 static bool filters_fit(const ap_cache *cache, const ap_filters *f) {
     if (f->width < 1 || f->taps < 2 || f->taps > AP_MOST_TAPS || f->state < 0) return false;
@@ -53,6 +60,7 @@ static bool mixer_supported(const ap_model *model, const ap_cache *cache, const 
                latent_fits(model, cache, layer);
     const ap_attention *a = &layer->attention;
     if (!attention_supported(a, cache, layer->cache_layer) || !rope_fits(model, a)) return false;
+    if (!head_norms_fit(a)) return false;
     return !is_sealed(cache->layers[layer->cache_layer].format) || open_blocks_fit(cache, batch);
 }
 

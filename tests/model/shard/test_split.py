@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from appliance.model.shard.split import Heads, Split, check_split, cut_heads
 from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,
+    HeadNormKind,
     LatentAttentionSpec,
     LayerSpec,
     MixerSpec,
@@ -137,3 +139,9 @@ def test_a_refusal_does_not_try_all_splits_of_many_heads(heads: int, ranks: int)
     """There are C(63, 15) of the larger ones."""
     with pytest.raises(ConfigError, match=f"{heads} heads"):
         check_split(model(attention(heads, heads)), Split((1,) * (ranks - 1) + (9,), is_exact=True))
+
+
+def test_heads_that_share_a_norm_stay_together() -> None:
+    whole = replace(attention(8, 4), qk_norm=NORM, head_norms=HeadNormKind.ALL)
+    assert cut_heads(whole, Split((1, 1))) is None
+    check_split(model(whole), Split((2, 1), is_exact=True))  # each rank has all of them
