@@ -43,6 +43,7 @@ _OTHER_KINDS = {
 }
 
 _PREFIX = "tokenizer.ggml."
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LONG = {"sep": "seperator"}  # as GGUF spells it
 # What llama.cpp takes where the file names no usable token.
 _USUAL_IDS = {SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
@@ -92,8 +93,9 @@ class GGUFTokenizer:
             )
         self._tokens: list[str] = self._strings("tokens")
         self._types: list[int] = self._get("token_type", list, [_NORMAL] * len(self._tokens))
-        if len(self._types) != len(self._tokens):
+        if len(self._types) < len(self._tokens):
             raise self._damaged(f"{len(self._tokens)} tokens but {len(self._types)} token types")
+        self._types = self._types[: len(self._tokens)]  # llama.cpp takes more of them, too
         self._ids = {
             key: self._find_token_id(key)
             for key in self._metadata_keys() | _USUAL_IDS.get(self._kind, {}).keys()
@@ -106,7 +108,7 @@ class GGUFTokenizer:
             self._add_bos_and_eos(backend)
         except (TypeError, ValueError, AttributeError) as error:
             raise self._damaged(str(error)) from error
-        named = [self._ids.get(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        named = [self._ids.get(key) for key in _ENDS]
         return TokenizerSource(
             backend=backend,
             bos_token_id=self._ids.get("bos_token_id"),
@@ -231,9 +233,13 @@ class GGUFTokenizer:
     def _add_tokens(self, backend: Tokenizer) -> None:
         swallow_space = self._kind == SENTENCEPIECE and self._architecture() == "phi3"
         control, user_defined = [], []
-        for content, kind in zip(self._tokens, self._types, strict=True):
-            # Some files give the end of a turn another type, so answers would show it.
-            if kind in (_CONTROL, _UNKNOWN) or content in END_OF_TURN:
+        named = {self._ids.get(key) for key in ("bos_token_id", *_ENDS)}
+        for token_id, (content, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
+            # Some files give an end another type, or name no types, so answers would show it.
+            is_control = content in END_OF_TURN or (
+                token_id in named and content[:1] == "<" and content[-1:] == ">"
+            )
+            if kind in (_CONTROL, _UNKNOWN) or is_control:
                 rstrip = swallow_space and content not in _PHI3_KEEPS_SPACE
                 control.append(AddedToken(content, normalized=False, special=True, rstrip=rstrip))
             elif kind == _USER_DEFINED and backend.token_to_id(content) is not None:

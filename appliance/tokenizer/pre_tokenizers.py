@@ -99,7 +99,7 @@ KNOWN_PATTERNS = frozenset(
         *(DEEPSEEK_CHINESE, DEEPSEEK3_CHINESE, YOUTU_SCRIPTS, AFMOE_SCRIPTS, *CHAMELEON_IMAGES),
         *(CHAMELEON_SPACE, CHAMELEON_SIGNS, TRIPLES, LINES, LAST_SPACE, DIGITS_FROM_RIGHT),
         *(UNNAMED_SIGNS, r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r"\s?\p{L}+", r"\s?\p{P}+", r"\d"),
-        *("[\r\n]", r"[\r\n]", "[0-9]", " {2,}", r"\s+", "\n", r"\n", " "),
+        *(r"(?:\r?\n)+(?!\r?\n)", "[\r\n]", r"[\r\n]", "[0-9]", " {2,}", r"\s+", "\n", r"\n", " "),
     }
 )
 

@@ -254,6 +254,14 @@ def test_sentencepiece_without_usable_ids_has_the_usual_ones(
     assert "'</s>' is taken" in said
 
 
+def test_ends_of_a_file_without_types_are_not_shown(tmp_path: Path) -> None:
+    fields = sentencepiece_fields(token_type=None)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    ids = tokenizer.encode("the</s>", add_special_tokens=True)
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert DecodeStream(tokenizer).push(ids) == " the"
+
+
 def test_ids_beyond_a_byte_level_vocabulary_are_absent(tmp_path: Path) -> None:
     fields = byte_level_fields(eos_token_id=2**32 - 1, padding_token_id=99)
     tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))

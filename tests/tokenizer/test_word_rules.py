@@ -13,6 +13,8 @@ import regex
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.qwen2 import tokenization_qwen2
+from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from appliance.tokenizer import from_gguf
 from appliance.tokenizer.pre_tokenizers import KNOWN_PATTERNS
@@ -130,6 +132,12 @@ def test_known_expressions_take_linear_time(unit: str) -> None:
             split.pre_tokenize_str(unit * 10_000 + end)
             # One of quadratic time takes longer, as r"\s+$" would.
             assert time.process_time() - started < 0.4, pattern
+
+
+def test_expressions_of_classes_of_transformers_are_known() -> None:
+    expressions = {tokenization_qwen2.PRETOKENIZE_REGEX, tokenization_qwen3_5.PRETOKENIZE_REGEX}
+    assert len(expressions) == 2
+    assert expressions <= KNOWN_PATTERNS
 
 
 def with_tokens(size: int, marks: dict[int, str]) -> list[str]:
