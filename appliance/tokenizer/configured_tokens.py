@@ -98,12 +98,13 @@ class ConfiguredTokens:
         }
         extra: list[AddedToken] = []
         for key in ("extra_special_tokens", "additional_special_tokens"):
-            values = config.get(key) or []
-            if isinstance(values, dict):
-                roles |= {role: _needed(path, key, value) for role, value in values.items()}
-            elif not extra:
-                extra = [_needed(path, key, value) for value in values]
-            extra += [_needed(path, key, value) for value in special_map.get(key) or []]
+            if config.get(key) and extra:
+                continue  # the newer key replaces the older one
+            for values in (config.get(key) or [], special_map.get(key) or []):
+                if isinstance(values, dict):
+                    roles |= {role: _needed(path, key, value) for role, value in values.items()}
+                else:
+                    extra += [_needed(path, key, value) for value in values]
         if "added_tokens_decoder" in config:
             added = dict(_decoder(path, config["added_tokens_decoder"]))
         else:

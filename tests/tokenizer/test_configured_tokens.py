@@ -79,6 +79,11 @@ def token(content: str, **flags: bool) -> dict[str, Any]:
     return {"content": content, **plain, "special": True, **flags}
 
 
+def unsaid(content: str, **flags: bool) -> dict[str, Any]:
+    """As special_tokens_map.json has them."""
+    return {key: value for key, value in token(content, **flags).items() if key != "special"}
+
+
 def typed(content: str, **flags: bool) -> dict[str, Any]:
     return {"__type": "AddedToken"} | token(content, **flags)
 
@@ -160,10 +165,31 @@ CASES: dict[str, Case] = {
         {},
         {
             "special_tokens_map.json": {
-                "eos_token": {k: v for k, v in token(END, lstrip=True).items() if k != "special"},
+                "eos_token": unsaid(END, lstrip=True),
                 "additional_special_tokens": [MARK],
             }
         },
+    ),
+    "special map with extra ones": (
+        byte_level(),
+        {"extra_special_tokens": ["<|y|>"]},
+        {"special_tokens_map.json": {"extra_special_tokens": [unsaid(END, lstrip=True), MARK]}},
+    ),
+    "special map with extra roles": (
+        byte_level(),
+        {},
+        {"special_tokens_map.json": {"extra_special_tokens": {"image_token": END}}},
+    ),
+    "extra and additional": (
+        byte_level(),
+        {"extra_special_tokens": [END], "additional_special_tokens": [MARK]},
+        {},
+    ),
+    "a role of null": (byte_level(), {"eos_token": None, "pad_token": None}, {}),
+    "no added tokens": (
+        byte_level(),
+        {"added_tokens_decoder": {}, "eos_token": END},
+        {"added_tokens.json": {MARK: FIRST}},
     ),
     "special map is older than the decoder": (
         byte_level(),
