@@ -175,6 +175,7 @@ def _open_fallback(
         ends = stored_ends(folder, own, names, fallback.stored) if spec.tied_head else None
         if ends is StoredEnds.APART:
             config, notes = untied(config), (apart_note(names),)
+            whole = None if whole is None else untied(whole)
             fallback, spec = describe(config, origin, stored, whole=whole)
     except UnsupportedModelError as error:
         raise unsupported(config, str(error)) from error

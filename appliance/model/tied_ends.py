@@ -68,9 +68,14 @@ def head_as_embedding(weights: WeightReader, names: TensorNames) -> WeightReader
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that do not tie embedding and head."""
+    """Return settings that do not tie embedding and head, neither those of a text part."""
     keys = [key for key in _KEYS if key == _KEYS[0] or key in config]
-    return dict(config) | dict.fromkeys(keys, False)
+    parts = {
+        name: untied(part)
+        for name, part in config.items()
+        if name == "text_config" and isinstance(part, dict)
+    }
+    return dict(config) | dict.fromkeys(keys, False) | parts
 
 
 def apart_note(names: TensorNames) -> str:

@@ -33,16 +33,24 @@ BY_LOSS = (Method.AWQ_GPTQ, Method.GPTQ, Method.AWQ)  # docs/quantize.md has the
 
 
 def choose_open(
-    source: ModelSource, options: QuantizeOptions
+    source: ModelSource, options: QuantizeOptions, begun: Method | None = None
 ) -> tuple[QuantizeOptions, tuple[str, ...]]:
-    """Return options that leave nothing open, and a note on each choice that is not the usual."""
+    """Return options that leave nothing open, and a note on each choice that is not the usual.
+
+    Args:
+        begun: method of an unfinished run, which goes on whatever memory is free now.
+    """
     options, notes = _fitting_blocks(source, options)
     if Method.OPEN is not options.method:
         return options, notes
     scheme = options.scheme
     if isinstance(scheme, WeightScheme):
         scheme = _readable(source, options, scheme)
-    options, reason = _least_loss(source, replace(options, scheme=scheme, open=frozenset()))
+    options, reason = replace(options, scheme=scheme, open=frozenset()), ""
+    if begun is None:
+        options, reason = _least_loss(source, options)
+    else:
+        options = replace(options, method=begun)
     if reason:
         notes += (f"--method {options.method.value}, because {reason}",)
     if options.card_tokens and (lacking := why_not_measured(source)):

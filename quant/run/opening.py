@@ -14,7 +14,7 @@ from appliance.quant.run.choices import choose_open
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed
-from appliance.quant.run.options import WeightFormat
+from appliance.quant.run.options import Method, WeightFormat
 from appliance.quant.run.plan import make_plan, stored_dtype
 from appliance.quant.run.refusals import refuse_quantized, refuse_uncalibrated, refuse_unsaid
 from appliance.quant.run.run import QuantizeRun
@@ -37,12 +37,14 @@ def open_run(
     if options.max_ram is not None:
         return_large_blocks()
     # A run killed after renaming its result only has its staging folder to remove.
-    is_published = Journal(staging.state).is_complete and not staging.result.exists()
+    journal = Journal(staging.state)
+    is_published = journal.is_complete and not staging.result.exists()
     if options.restart or not is_published:
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
     refuse_quantized(model_path)
     source = open_model(model_path)
-    options, chosen = choose_open(source, options)
+    begun = journal.fingerprint.get("method") if journal.records and not options.restart else None
+    options, chosen = choose_open(source, options, None if begun is None else Method.parse(begun))
     refuse_uncalibrated(source, options)
     plan = make_plan(source, options, stored_dtype(source, options.format))
     is_file = options.format is WeightFormat.GGUF

@@ -105,7 +105,9 @@ def test_a_second_matrix_is_in_the_memory_plan(
 
 @pytest.mark.parametrize("what", STORED)
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2"])
 def test_so_are_those_of_a_text_part(
+    family: str,
     prefix: str,
     what: str,
     make_model: Callable[..., Any],
@@ -113,7 +115,7 @@ def test_so_are_those_of_a_text_part(
     tmp_path: Path,
     token_ids: list[int],
 ) -> None:
-    text = save(make_model("gemma3_text", **MODELS["gemma3_text"]))
+    text = save(make_model(family, **MODELS[family]))
     store(text, what)
     expected = logits_of_all_executors(open_model(text), token_ids)
     settings = json.loads((text / "config.json").read_text())

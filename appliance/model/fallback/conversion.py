@@ -149,8 +149,9 @@ def names_of_text(model: Any, stored: list[str]) -> dict[str, str]:
     """Return the stored names of a text part, by the names of the class that serves it alone.
 
     Its layers lie under a prefix of their own, beside other parts: that of an embedding under which
-    most of the class's tensors are found. What lies outside of the layers, as the head, may lie
-    under any part of it. A tensor that has no place among the layers is in the result as well.
+    most of the class's tensors are found, or of another tensor if a head is stored alone. What lies
+    outside of the layers, as the head, may lie under any part of it. A tensor that has no place
+    among the layers is in the result as well.
     """
     base = f"{model.base_model_prefix}."
     own, present = list(model.state_dict()), set(stored)
@@ -158,7 +159,9 @@ def names_of_text(model: Any, stored: list[str]) -> dict[str, str]:
     first = {name.partition(".")[0] for name in inner}
     names = {id(module): name for name, module in model.named_modules()}
     embedding = f"{names[id(model.get_input_embeddings())].removeprefix(base)}.weight"
+    above = ({n.removesuffix(name) for n in stored if n.endswith(name)} for name in inner)
     prefixes = {name.removesuffix(embedding) for name in stored if name.endswith(embedding)}
+    prefixes = prefixes or next(filter(None, above), set())
     if not prefixes:
         return {}
     prefix = max(sorted(prefixes), key=lambda each: sum(each + name in present for name in inner))

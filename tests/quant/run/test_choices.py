@@ -21,6 +21,7 @@ from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import dry_run, quantize_model
 from appliance.quant.run.schemes import read_asked
 from appliance.quant.text.calibration import CalibrationText
+from appliance.quantize_events import QuantizeEvent, UnitFinished
 
 MakeFolder = Callable[..., Path]
 BEST = Method.AWQ_GPTQ
@@ -120,3 +121,22 @@ def test_a_ceiling_of_memory_decides_as_well(model: Path, tmp_path: Path, text: 
     asked = left_open(text=CalibrationText(text, num_tokens=480, row_tokens=48))
     with pytest.raises(MemoryPlanError, match="may be used"):  # not even rounding fits
         dry_run(model, tmp_path / "out", replace(asked, max_ram=1 << 20))
+
+
+def test_an_unfinished_run_goes_on_with_less_memory(
+    model: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = left_open(text=CalibrationText(text, num_tokens=480, row_tokens=48))
+
+    def stop(event: QuantizeEvent) -> None:
+        if isinstance(event, UnitFinished) and event.name == "layer 0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(model, tmp_path / "out", asked, stop)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryPlanError("7 MiB are needed")
+
+    monkeypatch.setattr(choices, "plan_memory", refuse)
+    assert quantize_model(model, tmp_path / "out", asked).method == BEST.value
