@@ -139,12 +139,21 @@ def describe(
     _check_settings(config)
     if alone is not None:
         found = _described_as(alone, config, origin, stored, is_part=whole is not None)
-        if outer is None or {slot.name for slot in found[0].slots} <= found[0].stored.keys():
+        if outer is None or not _missing(*found):
             return found
     assert outer is not None
     assert whole is not None
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return _described_as(outer, {**whole, **tied}, origin, stored, is_whole=True)
+
+
+def _missing(fallback: FallbackModel, spec: DecoderSpec) -> set[str]:
+    """Return the tensors that the checkpoint lacks; a tied head may stand for the embedding."""
+    missing = {slot.name for slot in fallback.slots} - fallback.stored.keys()
+    names = fallback.family.names
+    if spec.tied_head and f"{names.head}.weight" in fallback.stored:
+        missing.discard(f"{names.embedding}.weight")
+    return missing
 
 
 def _described_as(
