@@ -208,7 +208,7 @@ def test_blocks_that_predict_further_tokens_are_no_layers(
     plain = open_model(write_gguf(tmp_path, model, architecture))
     layers = len(plain.spec.layers)
     recurrent = [index in plain.spec.recurrent_layers for index in range(layers)]
-    further = {
+    further: dict[str, Any] = {
         "block_count": layers + 1,
         "nextn_predict_layers": 1,
         "attention.recurrent_layers": [*recurrent, False],
