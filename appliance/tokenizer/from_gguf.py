@@ -183,11 +183,10 @@ class GGUFTokenizer:
         return backend
 
     def _merges(self) -> list[tuple[str, str]]:
-        longest = max(
-            len(t) for t, kind in zip(self._tokens, self._types, strict=True) if kind == _NORMAL
-        )
-        if longest <= 1 and not self._get("merges", list, []):
-            return []  # a vocabulary of bytes
+        typed = zip(self._tokens, self._types, strict=True)
+        in_bytes = all(len(token) <= 1 for token, kind in typed if kind == _NORMAL)
+        if in_bytes and not self._get("merges", list, []):
+            return []
         return [self._pair(merge) for merge in self._strings("merges")]
 
     def _merges_by_score(self, pieces: list[str]) -> list[tuple[str, str]]:

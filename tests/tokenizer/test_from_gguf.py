@@ -254,6 +254,16 @@ def test_sentencepiece_without_usable_ids_has_the_usual_ones(
     assert "'</s>' is taken" in said
 
 
+def test_a_vocabulary_of_bytes_needs_no_merges(tmp_path: Path) -> None:
+    tokens = ["t", "h", "e", "\u0120", "<|endoftext|>"]
+    kinds = [NORMAL] * 4 + [CONTROL]
+    fields = byte_level_fields(
+        tokens=tokens, token_type=kinds, merges=None, bos_token_id=4, eos_token_id=4
+    )
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokenizer.encode("the the", add_special_tokens=False) == [0, 1, 2, 3, 0, 1, 2]
+
+
 def test_ends_of_a_file_without_types_are_not_shown(tmp_path: Path) -> None:
     fields = sentencepiece_fields(token_type=None)
     tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
