@@ -16,8 +16,10 @@ from relatives import RELATIVES
 from safetensors.torch import load_file
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.gguf import GGUFFile
 from appliance.kernels.backend import REFERENCE
 from appliance.model.families.registry import family_of_gguf
+from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.tensors import Role
@@ -108,7 +110,12 @@ def make(case: str, make_model: Callable[..., Any]) -> Any:
 
 
 def write(
-    folder: Path, model: Any, packed: Any = None, architecture: str = "", **changes: Any
+    folder: Path,
+    model: Any,
+    packed: Any = None,
+    architecture: str = "",
+    extra: dict[str, Tensor] | None = None,
+    **changes: Any,
 ) -> Path:
     model.save_pretrained(folder / "original", save_original_format=False)
     tensors = gguf_tensors(load_file(folder / "original/model.safetensors"), model.config)
@@ -118,7 +125,7 @@ def write(
         folder / "model.gguf",
         architecture or architecture_of(model.config),
         gguf_settings(model.config) | changes,
-        tensors,
+        tensors | (extra or {}),
         packed or (lambda name, data: None),
     )
 
@@ -171,6 +178,42 @@ def test_a_hybrid_with_a_block_that_predicts_further_tokens(
     for key in ("attention.head_count_kv", "feed_forward_length"):
         changes[key] = [*settings[key], settings[key][-1]]
     assert open_model(write(tmp_path, model, **changes)).spec == plain
+
+
+BIASED = [
+    *("granite", "granite4", "ministral3", "deepseek_v3", "gemma4-small", "falcon", "nemotron_h"),
+    *("qwen3_next", *RELATIVES),
+]
+
+
+@pytest.mark.parametrize("case", BIASED)
+def test_linears_of_every_family_may_have_biases(
+    case: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
+) -> None:
+    """Those out of attention and of the MLP, which no family stores in another order."""
+    model = make(case, make_model)
+    plain = open_model(write(tmp_path, model))
+    assert isinstance(plain.weights, GGUFWeights)
+    there, biases = GGUFFile(plain.path).tensor_names(), {}
+    for slot in plain.slots():
+        fits = slot.role in (Role.OUTPUT, Role.DOWN) and slot.expert is None
+        module = slot.name.removesuffix(".weight")
+        of_mixer = slot.layer in plain.spec.recurrent_layers and slot.role is Role.OUTPUT
+        if not fits or module == slot.name or of_mixer or "shared" in module:
+            continue
+        bias = torch.randn(slot.shape[0], generator=torch.Generator().manual_seed(len(biases)))
+        name = plain.weights.usual_name(slot.name).removesuffix("weight") + "bias"
+        if name in there:
+            continue
+        biases[name] = bias
+        model.get_submodule(module).register_forward_hook(
+            lambda _module, _inputs, output, bias=bias: output + bias
+        )
+    assert biases
+    path = write(tmp_path, model, extra=biases)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(path, token_ids), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["qwen3_next", "mistral4", "gemma4", "nemotron_h"])

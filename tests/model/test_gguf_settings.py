@@ -274,6 +274,18 @@ def test_a_wrong_setting_is_not_blamed_on_the_download(
         open_model(path)
 
 
+@pytest.mark.parametrize("token_id", [2**32 - 1, 97])
+def test_an_id_of_no_token_is_no_id(
+    token_id: int, make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """-1 in 32 bits, or behind the vocabulary: llama.cpp warns and takes its default."""
+    ids = {"tokenizer.ggml.bos_token_id": token_id}
+    path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", {}, ids=ids)
+    config = open_model(path).config
+    assert "bos_token_id" not in config
+    assert config["eos_token_id"] == 2
+
+
 def test_divisors_beside_another_scaling_are_refused(
     make_model: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -104,8 +104,9 @@ def write_gguf(
     metadata: dict[str, Any],
     quantize: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
+    ids: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write a model; `tensors` replace those that a converter would write."""
+    """Write a model; `tensors` replace those that a converter would write, `ids` add tokens'."""
     config = model.config
     settings = {
         "block_count": config.num_hidden_layers,
@@ -124,7 +125,7 @@ def write_gguf(
         settings,
         gguf_tensors(model, architecture) if tensors is None else tensors,
         lambda name, data: kind if quantize and data.ndim == 2 else None,
-        {"tokenizer.ggml.eos_token_id": 2},
+        {"tokenizer.ggml.eos_token_id": 2} | dict(ids or {}),
     )
 
 
