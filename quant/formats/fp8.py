@@ -163,7 +163,8 @@ def _check_algorithms(config: Mapping[str, Any]) -> None:
 
 def _unsupported(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"this FP8 model has {what}; supported are e4m3 weights with a scale for each tensor, each"
-        f" row or each block of {BLOCK} x {BLOCK}, and of ModelOpt {', '.join(ALGORITHMS)} and"
-        f" {MIXED}; quantize the 16-bit model that it was made from with appliance quantize"
+        f"this FP8 or ModelOpt model has {what}; supported are e4m3 weights with a scale for"
+        f" each tensor, each row or each block of {BLOCK} x {BLOCK}, and of ModelOpt"
+        f" {', '.join(ALGORITHMS)} and {MIXED}; quantize the 16-bit model that it was made from"
+        " with appliance quantize"
     )

@@ -61,13 +61,16 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
         return DenseWeights(folder)
     method = _method(config) if isinstance(config, dict) else None
     if method in _READERS:
-        _check_rotations(config)
-        return _READERS[method](folder, config)
+        try:
+            _check_rotations(config)
+            return _READERS[method](folder, config)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{folder.path}: {QUANTIZATION}: {error}") from error
     called = _CALLED.get(str(method), repr(method or config))
     raise UnsupportedModelError(
-        f"weights quantized by {called} cannot be read; supported are unquantized weights,"
-        " compressed-tensors, AWQ, GPTQ, AutoRound, MXFP4, NVFP4, FP8 of DeepSeek's, ModelOpt's or"
-        f" FBGEMM's form, and bitsandbytes; {_WAYS.get(str(method), _OTHER_WAY)}"
+        f"{folder.path}: weights quantized by {called} cannot be read; supported are unquantized"
+        " weights, compressed-tensors, AWQ, GPTQ, AutoRound, MXFP4, NVFP4, FP8 of DeepSeek's,"
+        f" ModelOpt's or FBGEMM's form, and bitsandbytes; {_WAYS.get(str(method), _OTHER_WAY)}"
     )
 
 
