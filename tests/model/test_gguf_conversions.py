@@ -160,7 +160,7 @@ def test_the_text_part_of_a_vision_model_answers_as_a_model_of_its_own(
 ) -> None:
     settings = EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []} if "moe" in model_type else {}
     model = make_model(model_type, **SIZES | settings)
-    images = {"rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 3}
+    images: dict[str, Any] = {"rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 3}
     path = write(tmp_path, model, architecture=architecture, **images)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
@@ -194,7 +194,8 @@ def test_linears_of_every_family_may_have_biases(
     model = make(case, make_model)
     plain = open_model(write(tmp_path, model))
     assert isinstance(plain.weights, GGUFWeights)
-    there, biases = GGUFFile(plain.path).tensor_names(), {}
+    there = GGUFFile(plain.path).tensor_names()
+    biases: dict[str, Tensor] = {}
     for slot in plain.slots():
         fits = slot.role in (Role.OUTPUT, Role.DOWN) and slot.expert is None
         module = slot.name.removesuffix(".weight")
@@ -260,7 +261,7 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     make_model: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    path = write(tmp_path, make(case, make_model), **change)
+    path = write(tmp_path, make(case, make_model), None, **change)
     with pytest.raises(error, match=said):
         open_model(path)
 
