@@ -18,7 +18,7 @@ from appliance.model.adapters.base_factors import FACTORS_NAME
 from appliance.model.source import open_model
 from appliance.quant.formats.grouping import zero_points_of
 from appliance.quant.formats.kv_plan import FILE as KV_PLAN
-from appliance.quant.formats.kv_plan import SCALE_NAMES
+from appliance.quant.formats.kv_plan import KEY_SCALES, VALUE_SCALES
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.quality.run_facts import facts_of_run, write_facts
@@ -160,7 +160,8 @@ def _layouts(
 
 
 def _kv_scales(source: ModelSource) -> dict[str, torch.Tensor]:
-    names = [name for name in source.weights.tensor_names() if name.endswith(SCALE_NAMES)]
+    endings = (*KEY_SCALES, *VALUE_SCALES)
+    names = [name for name in source.weights.tensor_names() if name.endswith(endings)]
     return {name: dense(source.weights.load(name), torch.float32) for name in names}
 
 

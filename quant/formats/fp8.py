@@ -26,7 +26,7 @@ METHOD, MODELOPT = "fp8", "modelopt"
 E4M3 = ("e4m3", "float8_e4m3fn", "e4m3fn", "float8_e4m3")  # names of one format
 MIXED, PER_TOKEN = "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"
 ALGORITHMS = (  # of ModelOpt; those with NVFP4 have its weights, whatever their inputs are
-    *("FP8", PER_TOKEN, "FP8_PB_WO", "FP8_PB_REAL"),
+    *("FP8", PER_TOKEN, "FP8_PB_WO"),
     *("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
 )
 WEIGHT, BLOCK_SCALE, TENSOR_SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
