@@ -149,6 +149,8 @@ def rounds_inputs(config: Mapping[str, Any]) -> bool:
 def _check_algorithms(config: Mapping[str, Any]) -> None:
     """Refuse ModelOpt's algorithms whose weights are neither e4m3 nor NVFP4, by name."""
     algorithm, layers = config.get("quant_algo"), config.get("quantized_layers") or {}
+    if algorithm is None and not layers:  # the KV cache alone is quantized
+        return
     if algorithm != MIXED and algorithm not in ALGORITHMS:
         raise _unsupported(f"quant_algo {algorithm!r}")
     if not isinstance(layers, dict):

@@ -76,6 +76,14 @@ def test_one_scale_for_a_tensor_or_a_row(
     assert torch.equal(loaded.dequantize(), CODES.float() * 0.25)
 
 
+def test_modelopt_may_quantize_the_kv_cache_alone(folder_of: FolderOf) -> None:
+    dense = {NAME: CODES.bfloat16()}
+    reader = open_weights(folder_of(dense, MODELOPT | {"quant_algo": None}))
+    assert reader.float_bits(NAME) is None
+    assert torch.equal(reader.load(NAME), dense[NAME])  # type: ignore[arg-type]
+    assert not reader.notes()
+
+
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
