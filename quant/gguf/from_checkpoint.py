@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.errors import ApplianceError, QuantizeError
+from appliance.model.gguf_tensors import FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, MLPSpec, RopeScaling, RopeSpec
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec, LayerSpec
     from appliance.quant.gguf.file_writer import TypedTensor
 
-FREQUENCY_FACTORS = "rope_freqs.weight"
 NO_ROPE = RopeSpec(theta=1.0, rotary_dim=0)
 # A tokenizer splits each of these in its own way.
 SAMPLES = (
@@ -114,11 +114,11 @@ def _factors(rope: RopeSpec) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of factors that divide frequencies."""
     if rope.scaling is RopeScaling.LLAMA3:
         plain = _frequencies(replace(rope, scaling=RopeScaling.NONE), 0)
-        return {FREQUENCY_FACTORS: plain / _frequencies(rope, 0)}
+        return {FREQUENCY_DIVISORS: plain / _frequencies(rope, 0)}
     if rope.scaling is RopeScaling.LONGROPE:
         return {
-            "rope_factors_long.weight": np.array(rope.long_factors, dtype=np.float32),
-            "rope_factors_short.weight": np.array(rope.short_factors, dtype=np.float32),
+            LONG_FACTORS: np.array(rope.long_factors, dtype=np.float32),
+            SHORT_FACTORS: np.array(rope.short_factors, dtype=np.float32),
         }
     return {}
 

@@ -12,6 +12,7 @@ from appliance.model.families.gguf_config import (
     num_layers,
     of_layers,
 )
+from appliance.model.gguf_tensors import FREQUENCY_DIVISORS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
 
-_FREQUENCIES = "rope_freqs.weight"
 _STANDS_STILL = 1e20  # a pair with a larger frequency divisor does not rotate
 
 
@@ -88,14 +88,15 @@ def _head_dims(meta: ConfigReader) -> tuple[int, int]:
 
 def _ropes(meta: ConfigReader, file: GGUFFile, head_dim: int) -> dict[str, Any]:
     share = 1.0
-    if _FREQUENCIES in file.tensor_names():
-        factors = cast("Tensor", file.load(_FREQUENCIES)).flatten().tolist()
+    if FREQUENCY_DIVISORS in file.tensor_names():
+        factors = cast("Tensor", file.load(FREQUENCY_DIVISORS)).flatten().tolist()
         turning = sum(factor == 1.0 for factor in factors)
         still = sum(factor > _STANDS_STILL for factor in factors)
         if turning + still != len(factors) or 2 * len(factors) != head_dim or not turning:
             raise CheckpointError(
-                f"{file.path}: tensor {_FREQUENCIES} must have 1 for the first of {head_dim // 2} "
-                "pairs of a head, and nearly no end for the others; fetch the model again"
+                f"{file.path}: tensor {FREQUENCY_DIVISORS} must have 1 for the first of "
+                f"{head_dim // 2} pairs of a head, and nearly no end for the others; use another "
+                "file of the model"
             )
         share = turning / len(factors)
     base = meta.number("rope.freq_base", 1000000.0)
