@@ -66,6 +66,12 @@ def names_in(
     return replace(found, head=head)
 
 
+def prefix_of_layers(name: str) -> str | None:
+    """Return the prefix of a text's layers in the name of a part of one; None in others."""
+    before, found, _ = name.partition("layers.")
+    return before if found and before in PREFIXES else None
+
+
 def _spelled(names: TensorNames, present: set[str]) -> TensorNames:
     """Return names whose layers are spelled as the checkpoint has them."""
     spelled = (replace(names, layer=names.layer.replace("layers.", each)) for each in _LAYERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -12,15 +13,17 @@ from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.peft_settings import CONFIG_NAME, read_settings
 from appliance.model.adapters.targets import unserved_linears
+from appliance.model.text_part import prefix_of_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
     from appliance.model.adapters.peft_settings import LoraSettings
     from appliance.model.adapters.targets import AdapterTarget
+    from appliance.model.names import TensorNames
     from appliance.model.source import ModelSource
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -35,6 +38,36 @@ _REFUSED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """Prefixes of the layers' names.
+
+    An adapter has those of the class that it was trained on, which may be the text alone or one of
+    more parts, whatever the base's checkpoint has.
+    """
+
+    own: str
+    base: str
+
+    @classmethod
+    def of(cls, tensors: Iterable[str], names: TensorNames) -> _Spelling:
+        base = prefix_of_layers(names.layer)
+        modules = (name.removeprefix(_PREFIX) for name in tensors)
+        found = (prefix_of_layers(module) for module in modules)
+        own = next((prefix for prefix in found if prefix is not None), None)
+        return cls("", "") if own is None or base is None else cls(own, base)
+
+    def as_base(self, module: str) -> str:
+        """Return the base's name of one of the adapter's modules."""
+        is_text = prefix_of_layers(module) == self.own
+        return self.base + module.removeprefix(self.own) if is_text else module
+
+    def as_own(self, module: str) -> str:
+        """Return the adapter's name of one of the base's modules."""
+        is_text = prefix_of_layers(module) == self.base
+        return self.own + module.removeprefix(self.base) if is_text else module
+
+
 def read_folder(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarget]) -> Adapter:
     """Read and check an adapter.
 
@@ -47,16 +80,18 @@ def read_folder(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarg
     digest = blake2b(text, digest_size=16)
     digest.update(data)
     factors = Factors(path, targets, partial(unserved_linears, base.spec, base.family.names))
-    for stored, tensor in _tensors(path, data).items():
+    tensors = _tensors(path, data)
+    spelling = _Spelling.of(tensors, base.family.names)
+    for stored, tensor in tensors.items():
         found = _FACTOR.fullmatch(stored)
         if found is None:
             raise _refusal(factors, stored)
-        module = found["module"].removeprefix(_PREFIX)
+        module = spelling.as_base(found["module"].removeprefix(_PREFIX))
         factors.add(stored, module, is_first=found["which"] == "A", factor=tensor)
-    parts = factors.paired(lambda module, rank: settings.scale_of(module))
-    _check_complete(path, settings, targets, parts.keys())
+    parts = factors.paired(lambda module, rank: settings.scale_of(spelling.as_own(module)))
+    _check_complete(path, settings, targets, parts.keys(), spelling)
     for module, part in parts.items():
-        if part.rank != settings.rank_of(module):
+        if part.rank != settings.rank_of(spelling.as_own(module)):
             raise AdapterError(
                 f"{path}: {module} has rank {part.rank}, but r and rank_pattern of {CONFIG_NAME}"
                 f" say {settings.rank_of(module)}; download the adapter again"
@@ -105,12 +140,16 @@ def _refusal(factors: Factors, stored: str) -> AdapterError:
 
 
 def _check_complete(
-    path: Path, settings: LoraSettings, targets: Mapping[str, AdapterTarget], present: object
+    path: Path,
+    settings: LoraSettings,
+    targets: Mapping[str, AdapterTarget],
+    present: object,
+    spelling: _Spelling,
 ) -> None:
     """Check that factors and settings name the same linears."""
     assert hasattr(present, "__contains__")
     for module in targets:
-        if settings.wants(module) == (module in present):
+        if settings.wants(spelling.as_own(module)) == (module in present):
             continue
         if module in present:
             raise AdapterError(

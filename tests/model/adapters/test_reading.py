@@ -13,6 +13,7 @@ from centered_models import CENTERED
 from gguf_models import gguf_factors, write_gguf_adapter
 from lora import ALL, with_adapter, write_adapter
 from recurrent_models import RECURRENT
+from whole_models import TEXT, whole_model
 
 from appliance.errors import AdapterError
 from appliance.kernels.cpu.step_structs import AdapterPlace
@@ -76,6 +77,45 @@ def test_parts_are_those_of_peft(
     for name, part in adapter.parts.items():
         torch.testing.assert_close(part.scale * part.b @ part.a, expected[name])
     assert adapter.notes == ()
+
+
+@pytest.mark.parametrize("trained_on", ["whole", "text"])
+@pytest.mark.parametrize("served_on", ["whole", "text"])
+def test_an_adapter_fits_the_text_alone_and_the_whole_whichever_it_was_trained_on(
+    trained_on: str, served_on: str, make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    text_alone = make_model("llama", **TEXT)
+    models = {"whole": whole_model("llava", {}), "text": text_alone}
+    models[served_on].save_pretrained(tmp_path / "base")
+    base = open_model(tmp_path / "base")
+    # Also patterns are of the class that it was trained on.
+    before = "language_model.layers" if trained_on == "whole" else "model.layers"
+    adapted = with_adapter(
+        models[trained_on],
+        target_modules=rf".*{before}\..*\.(q_proj|down_proj)",
+        rank_pattern={rf"{before}\.1\.self_attn\.q_proj": 2},
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapter = read_adapter(tmp_path / "adapter", base, 16)
+    expected = {
+        name.partition("layers.")[2]: module.get_delta_weight("default")
+        for name, module in adapted.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    assert len(expected) == len(adapter.parts) == 2 * TEXT["num_hidden_layers"]
+    for name, part in adapter.parts.items():
+        assert name.startswith(base.family.names.layer.partition("{}")[0])
+        torch.testing.assert_close(
+            part.scale * part.b @ part.a, expected[name.partition("layers.")[2]]
+        )
+
+
+def test_an_adapter_of_a_vision_tower_is_refused_by_the_name_of_its_linear(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", {"model.vision_tower.layers.0.mlp.fc1": (8, 8)})
+    with pytest.raises(AdapterError, match=r"model\.vision_tower\.layers\.0\.mlp\.fc1"):
+        read_adapter(adapter, source, 16)
 
 
 Change = tuple[dict[str, Any], str]
