@@ -175,6 +175,11 @@ def test_a_whole_whose_text_does_not_stand_alone_is_refused_with_the_reason(kind
         text_settings(config)
 
 
+def test_a_whole_of_several_folders_names_the_one_to_serve() -> None:
+    with pytest.raises(UnsupportedModelError, match="serve its folder llm"):
+        text_settings({"model_type": "llava_llama", "llm_cfg": {"model_type": "llama"}})
+
+
 def test_a_text_part_of_another_kind_is_refused(
     make_model: Callable[..., Any], save: Callable[[Any], Path], tmp_path: Path
 ) -> None:

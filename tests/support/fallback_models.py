@@ -47,6 +47,18 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", _SIZES),
     "exaone4": ("exaone4", _SIZES | {"sliding_window": 7, "sliding_window_pattern": 2}),
     "granite_swa-sinks": ("granite_swa", _SIZES | {"sliding_window": 7}),
+    "mimo-narrow-values": (
+        "mimo_v2_flash",
+        _SIZES
+        | {
+            "v_head_dim": 8,
+            "swa_v_head_dim": 8,
+            "sliding_window": 7,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "apertus": ("apertus", _SIZES),
     "hunyuan-alpha": (
         "hunyuan_v1_dense",

@@ -116,7 +116,9 @@ FALLBACK_WHOLES: dict[str, dict[str, Any]] = {
     "fuyu": {},
     "glm_ocr": _IN_THREE,
     "minimax_m3_vl": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "muse_glimmer": {},
     "paddleocr_vl": _IN_THREE,
+    "step3p7": {"layer_types": ["full_attention"] * 3, "sliding_window": 7},
 }
 
 

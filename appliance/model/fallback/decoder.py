@@ -41,10 +41,13 @@ class _Step:
         settings: dict[str, Any],
     ) -> Tensor:
         layer, spec = self.places[module]
+        width = value.shape[3]
+        if width < spec.head_dim:  # zeros of values add nothing
+            value = torch.nn.functional.pad(value, (0, spec.head_dim - width))
         qkv = torch.cat([heads[0].transpose(0, 1) for heads in (query, key, value)], dim=1)
         attended = self.attention(layer, spec, qkv, settings.get("s_aux"))
         self.on_layer()
-        return attended.unsqueeze(0)
+        return attended.unsqueeze(0)[..., :width]
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,10 @@ def build_empty(name: str, config: Any, *, is_whole: bool = False) -> Any:
     try:
         with torch.device("meta"):
             model = getattr(transformers, name)(config).eval()
+    except KeyError as error:  # from a table of kinds, such as activations
+        raise UnsupportedModelError(
+            f"{name} of transformers knows no kind {error}, which a setting names"
+        ) from error
     except Exception as error:  # its classes raise what they like for settings that are wrong
         raise UnsupportedModelError(
             f"{name} of transformers cannot be built ({type(error).__name__}: {error})"
@@ -419,9 +423,7 @@ def _slots(
         role = ends.get(id(owner), Role.UP if is_called else Role.ROUTER)
         if tensor.dim() <= 1:
             role = Role.NORM
-        elif owner_name in read or not (
-            is_linear(owner) or is_embedding(owner) or has_experts(owner)
-        ):
+        elif owner_name in read or not _is_laid_out(owner):
             between.add(name)
         slot = TensorSlot(name, tuple(tensor.shape), role, layer)
         if has_experts(owner) and tensor.dim() == 3:

@@ -63,7 +63,8 @@ class _Recorder:
         if name in self.found:
             raise UnsupportedModelError(f"{name} attends more than once in a step")
         self.found[name] = _spec_of(name, module, query, key, value, mask, settings)
-        return query.transpose(1, 2).contiguous()
+        attended = query[..., : value.shape[3]]
+        return attended.transpose(1, 2).contiguous()
 
 
 def probe(model: Any, body: Any) -> ProbeResult:
@@ -147,10 +148,12 @@ def _spec_of(
         raise UnsupportedModelError(
             f"{name} attends in both directions or to another sequence (is_causal, cross attention)"
         )
-    if key.shape != value.shape or key.shape[3] != query.shape[3]:
+    heads, width = value.shape[1], value.shape[3]
+    # Narrower values are padded.
+    if key.shape[1] != heads or key.shape[3] != query.shape[3] or width > key.shape[3]:
         raise UnsupportedModelError(
             f"{name} has keys of {key.shape[1]} heads of {key.shape[3]} elements, and values of "
-            f"{value.shape[1]} heads of {value.shape[3]}: its head_dim and v_head_dim must be equal"
+            f"{heads} heads of {width}: its v_head_dim must be at most its head_dim"
         )
     sinks = settings.get("s_aux")
     if sinks is not None and tuple(sinks.shape) != (query.shape[1],):

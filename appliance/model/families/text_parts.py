@@ -32,6 +32,7 @@ DEFAULT_TEXTS: dict[str, str | dict[str, str]] = {
 # Whole models whose text is no decoder of their text part's family alone.
 REFUSED_WHOLES: dict[str, str] = {
     "diffusion_gemma": "it writes blocks of text by diffusion, not one token after another",
+    "locateanything": "it writes several tokens at once, which attend to each other",
     "idefics": "some layers attend to images (cross attention)",
     "mllama": "some layers attend to images (cross attention)",
     "paligemma": "each token of a prompt attends to the whole prompt, not to what is before it",
@@ -55,7 +56,7 @@ _RENORMALIZED = {"norm_topk_prob": True}
 # Text parts that are another family's decoder, by their `model_type`.
 FAMILIES_OF_TEXTS: dict[str, TextFamily] = {
     "glm4v_moe_text": TextFamily("glm4_moe"),
-    "glm4v_text": TextFamily("glm4"),
+    "glm4v_text": TextFamily("glm4", {"attention_bias": True}),
     "kimi_k2": TextFamily("deepseek_v3"),
     "qwen2_5_omni_text": TextFamily("qwen2"),
     "qwen2_5_vl_text": TextFamily("qwen2"),
@@ -79,6 +80,11 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise UnsupportedModelError(
             f"model_type {kind!r} cannot be served: {REFUSED_WHOLES[kind]}; choose a model of"
             " another kind"
+        )
+    if "llm_cfg" in config:  # VILA
+        raise UnsupportedModelError(
+            f"a model of model_type {kind!r} keeps its parts in folders of their own: serve its"
+            " folder llm, which is that of its text"
         )
     usual, section = _default_text(config), None
     inner = config

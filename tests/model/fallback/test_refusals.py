@@ -64,6 +64,7 @@ def configured(folder: Path, **settings: Any) -> Path:
             "rope_parameters.rope_type = 'dynamic'",
         ),
         ({"is_causal": False}, "both directions"),
+        ({"hidden_act": "situ"}, "knows no kind 'situ'"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_by_name_with_the_native_families(
