@@ -306,7 +306,7 @@ def test_what_others_read_is_read(tmp_path: Path, content: bytes) -> None:
 
 def test_unknown_tensor_type_names_the_tensor(tmp_path: Path) -> None:
     path = tmp_path / "new.gguf"
-    for number, said in ((66, "unknown"), (40, "NVFP4"), (31, "one processor"), (137, "ik_llama")):
+    for number, said in ((66, "unknown"), (41, "Q1_0"), (31, "one processor"), (137, "ik_llama")):
         path.write_bytes(build(tensors=[tensor("blk.0.w", [8], number, 0)], data=bytes(32)))
         with pytest.raises(UnsupportedModelError, match=rf"'blk\.0\.w'.*type {number} .*{said}"):
             GGUFFile(path)
