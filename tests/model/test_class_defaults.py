@@ -15,4 +15,5 @@ def test_the_table_is_what_the_installed_classes_say() -> None:
 
 def test_every_family_is_in_the_table() -> None:
     known = json.loads(class_tables.TABLE.read_text())["classes"]
-    assert {family.model_type for family in FAMILIES} <= known.keys()
+    without_class = {"internlm2"}  # its maker's code lies beside the weights
+    assert {family.model_type for family in FAMILIES} - without_class <= known.keys()

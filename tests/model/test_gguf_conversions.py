@@ -149,9 +149,12 @@ def test_a_gguf_file_answers_as_the_checkpoint_it_was_made_from(
 
 @pytest.mark.parametrize(
     ("architecture", "model_type"),
-    [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")],
+    [
+        *(("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")),
+        ("internlm2", "llama"),  # whose converter parts its fused matrices
+    ],
 )
-def test_the_text_part_of_a_vision_model_answers_as_a_model_of_its_own(
+def test_another_label_changes_no_answer(
     architecture: str,
     model_type: str,
     make_model: Callable[..., Any],
@@ -161,7 +164,8 @@ def test_the_text_part_of_a_vision_model_answers_as_a_model_of_its_own(
     settings = EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []} if "moe" in model_type else {}
     model = make_model(model_type, **SIZES | settings)
     images: dict[str, Any] = {"rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 3}
-    path = write(tmp_path, model, architecture=architecture, **images)
+    extra = images if "vl" in architecture else {}
+    path = write(tmp_path, model, architecture=architecture, **extra)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)
@@ -264,6 +268,22 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     path = write(tmp_path, make(case, make_model), None, **change)
     with pytest.raises(error, match=said):
         open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("mamba", "no layer has attention"),
+        ("bert", "is an encoder"),
+        ("phi2", "head has a bias; use the folder"),
+        ("unheard-of", "'unheard-of' is not supported; supported are llama"),
+    ],
+)
+def test_an_architecture_that_no_family_reads_is_refused_with_the_reason(
+    architecture: str, why: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=why):
+        family_of_gguf({"general.architecture": architecture})
 
 
 @pytest.mark.parametrize(

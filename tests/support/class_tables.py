@@ -39,6 +39,7 @@ def make() -> dict[str, Any]:
     logging.set_verbosity(logging.CRITICAL)
     types = {family.model_type for family in FAMILIES} | {each.model_type for each in ENCODERS}
     types |= set(OTHER_TYPES)
+    types &= set(CONFIG_MAPPING)  # InternLM 2 has no class there
     parts: dict[str, str] = {}
     for name in CONFIG_MAPPING:
         specs: dict[str, Any] = CONFIG_MAPPING[name].sub_configs_defaults

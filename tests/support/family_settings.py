@@ -229,6 +229,9 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "glm": [{"partial_rotary_factor": 0.5}],
     "glm4": [{"rope_parameters": {"partial_rotary_factor": 0.5}}],
     "cohere": [{"logit_scale": 0.5, "layer_norm_eps": 1e-5}],
+    "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
+    "starcoder2": [{"sliding_window": 3, "use_bias": True}],
+    "internlm2": [{"bias": True}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
     "olmo2": [{"attention_bias": True}],
     "olmo3": [
         {
@@ -354,6 +357,9 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "glm4": {"nextn_predict_layers": 1, "block_count": 3},
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
+    "stablelm": {"attention.layer_norm_epsilon": 1e-5, "use_parallel_residual": True},
+    "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
+    "internlm2": {},
     "olmo2": {"attention.sliding_window": 3, "attention.sliding_window_pattern": [True, False]},
     "exaone4": {"attention.sliding_window": 3, "attention.sliding_window_pattern": 2},
     "hunyuan-dense": {"rope.scaling.type": "none"},

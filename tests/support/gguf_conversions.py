@@ -24,6 +24,9 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "gemma4_text": "gemma4",
     "falcon": "falcon",
+    "llama": "llama",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
@@ -107,7 +110,8 @@ def gguf_settings(whole: Any) -> dict[str, Any]:
         found["expert_feed_forward_length"] = width
     eps = getattr(config, "layer_norm_epsilon", None) or getattr(config, "rms_norm_eps", 1e-6)
     found["attention.layer_norm_rms_epsilon"] = eps
-    if (eps := getattr(config, "layer_norm_eps", None)) is not None:
+    centred = getattr(config, "layer_norm_eps", None) or getattr(config, "norm_epsilon", None)
+    if (eps := centred) is not None:
         found["attention.layer_norm_epsilon"] = eps
         del found["attention.layer_norm_rms_epsilon"]
     if rope.get("rope_type") == "yarn":
@@ -284,7 +288,7 @@ _OF_FAMILY = {
     "minimax_m2": _minimax_m2,
 }
 # Their heads are stored as pairs in a file, though not in a folder.
-_PAIRED = ("granite", "ministral3", "bamba", "smollm3")
+_PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama")
 # Some converters write gate and up of all experts in one tensor.
 _MERGED = ("gemma4_text", "mistral4")
 

@@ -28,6 +28,9 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
     "cohere2": ("cohere2", WINDOW | {"logit_scale": 0.5, "num_hidden_layers": 4}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 4096}),
     # Norms behind attention and MLP alone, of all heads at once, or after RoPE.
     "olmo2": ("olmo2", {}),
     "olmo3": (
@@ -73,6 +76,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss-bias": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     "ernie4_5-bias": ("ernie4_5", {"use_bias": True}),
     "glm": ("glm", {}),
+    "starcoder2-window": ("starcoder2", WINDOW | {"use_bias": False}),
     "hunyuan-alpha": (
         "hunyuan_v1_dense",
         {

@@ -124,6 +124,7 @@ RANGES: dict[str, Range] = {
     "norm_eps": _EPSILON,
     "layer_norm_epsilon": _EPSILON,
     "layer_norm_eps": _EPSILON,
+    "norm_epsilon": _EPSILON,
     "type_vocab_size": Range(0, 1024),
     "pad_token_id": Range(0, 2**22),
     "local_attention": Range(2, 2**24),

@@ -20,6 +20,7 @@ from appliance.model.families.glm4_moe import GLM4_MOE
 from appliance.model.families.gpt_oss import GPT_OSS
 from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from appliance.model.families.hunyuan import HUNYUAN
+from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.llama import LLAMA
 from appliance.model.families.minimax_m2 import MINIMAX_M2
@@ -39,6 +40,8 @@ from appliance.model.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
 from appliance.model.families.qwen3_next import QWEN3_NEXT
 from appliance.model.families.seed_oss import SEED_OSS
 from appliance.model.families.smollm3 import SMOLLM3
+from appliance.model.families.stablelm import STABLELM
+from appliance.model.families.starcoder2 import STARCODER2
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 if TYPE_CHECKING:
@@ -95,7 +98,41 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    STABLELM,
+    STARCODER2,
+    INTERNLM2,
 )
+
+_FOLDER = "; use the folder that it was made from, which transformers' modules run"
+# Architectures of GGUF files that people have and no family reads, and why.
+_UNREAD_GGUF = {
+    **dict.fromkeys(("mamba", "mamba2", "rwkv6", "rwkv7", "arwkv7"), "no layer has attention"),
+    **dict.fromkeys(
+        ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert",
+         "neo-bert", "eurobert", "gemma-embedding", "t5encoder"),
+        "it is an encoder, which generates no text; use the folder, if its class is one of those "
+        "that serve embeddings",
+    ),
+    "t5": "it has an encoder beside its decoder",
+    **dict.fromkeys(("jamba", "plamo2"), "its layers have Mamba-1 states"),
+    "falcon-h1": "its layers attend and recur side by side",
+    **dict.fromkeys(
+        ("kimi-linear", "minimax-01", "bailingmoe3"),
+        "its linear attention is neither Gated DeltaNet nor Mamba-2",
+    ),
+    "gemma3n": "its layers hold several streams and learn how to mix them",
+    "llama4": "its attention is cut into chunks",
+    "apertus": f"its activation (xIELU) has weights of its own{_FOLDER}",
+    "phi2": f"its head has a bias{_FOLDER}",
+    **dict.fromkeys(
+        ("olmoe", "gptneox", "gpt2"), f"its arithmetic is not described here{_FOLDER}"
+    ),
+    **dict.fromkeys(
+        ("deepseek32", "deepseek4", "glm-dsa"), "it chooses the positions that a query sees"
+    ),
+    **dict.fromkeys(("bloom", "mpt", "jais"), "its scores have biases by distance (ALiBi)"),
+    **dict.fromkeys(("llada", "llada-moe", "dream", "rnd1"), "it writes by diffusion, not in turn"),
+}  # fmt: skip
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
@@ -158,7 +195,8 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
             "the model's own file"
         )
     known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
-    supported = ", ".join(known)
+    supported, why = ", ".join(known), _UNREAD_GGUF.get(architecture)
+    reason = "" if why is None else f": {why}"
     raise UnsupportedModelError(
-        f"GGUF architecture {architecture!r} is not supported; supported are {supported}"
+        f"GGUF architecture {architecture!r} is not supported{reason}; supported are {supported}"
     )
