@@ -37,7 +37,7 @@ MODELS = {
     "llama": WIDTHS | {"tie_word_embeddings": True},
     "gemma3_text": WIDTHS | {"tie_word_embeddings": True},
     "lfm2": {"hidden_size": 64, "num_attention_heads": 4},
-    "olmo2": WIDTHS | {"tie_word_embeddings": True},
+    "helium": WIDTHS | {"tie_word_embeddings": True},
 }
 STORED = ["other values", "equal values", "head alone"]
 
@@ -105,7 +105,7 @@ def test_a_second_matrix_is_in_the_memory_plan(
 
 @pytest.mark.parametrize("what", STORED)
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "helium"])
 def test_so_are_those_of_a_text_part(
     family: str,
     prefix: str,

@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", TIED),
     "phi3": ("phi3", {}),
     "lfm2": ("lfm2", {}),
-    "olmo2": ("olmo2", {}),  # by transformers' modules
+    "helium": ("helium", {}),  # by transformers' modules
     "qwen3_moe": (
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
@@ -100,8 +100,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int], set[Form]]] = [
     ("odd", {}, {}, set()),
     ("odd", ZEROS, {}, {Form.SEVERAL}),
     ("odd", ZEROS | {"group_size": "32"}, {}, set()),
-    *((name, {}, {}, set()) for name in ("gemma3", "phi3", "lfm2", "olmo2")),
-    *((name, ZEROS, {}, set()) for name in ("gemma3", "phi3", "lfm2", "olmo2")),
+    *((name, {}, {}, set()) for name in ("gemma3", "phi3", "lfm2", "helium")),
+    *((name, ZEROS, {}, set()) for name in ("gemma3", "phi3", "lfm2", "helium")),
     *((name, {}, {}, set()) for name in ("qwen3_moe", "mixtral", "deepseek")),
     *((name, FP8, {}, set()) for name in ("qwen3_moe", "mixtral", "deepseek")),
     *((name, ZEROS, {}, {Form.EXPERTS}) for name in ("qwen3_moe", "mixtral")),

@@ -86,8 +86,9 @@ def test_a_model_that_cannot_be_calibrated_is_rounded_and_told(tmp_path: Path) -
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "vocab_size": 60,
+        "head_dim": 16,
     }
-    model = random_model("olmo2", num_attention_heads=4, num_key_value_heads=2, **sizes)
+    model = random_model("helium", num_attention_heads=4, num_key_value_heads=2, **sizes)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     asked = left_open(card_tokens=64)
     report = quantize_model(tmp_path / "model", tmp_path / "out", asked)
