@@ -186,7 +186,7 @@ def test_a_hybrid_with_a_block_that_predicts_further_tokens(
 
 BIASED = [
     *("granite", "granite4", "ministral3", "deepseek_v3", "gemma4-small", "falcon", "nemotron_h"),
-    *("qwen3_next", *RELATIVES),
+    *("qwen3_next", *(case for case in RELATIVES if case != "starcoder2")),  # it has them all
 ]
 
 
