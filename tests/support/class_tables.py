@@ -24,7 +24,8 @@ from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 TABLE = Path(class_defaults.__file__).with_name("class_defaults.json")
 # Text parts of larger models, and variants, that a family reads under a class of their own.
-OTHER_TYPES = ("granitemoeshared", *sorted(FAMILIES_OF_TEXTS.keys() - {"kimi_k2"}))
+_MAKERS_OWN = {"exaone4_5_text", "kimi_k2"}  # transformers has no classes of these names
+OTHER_TYPES = ("granitemoeshared", *sorted(FAMILIES_OF_TEXTS.keys() - _MAKERS_OWN))
 _PROBES: tuple[Any, ...] = (7, 0.125, True, False, "silu", [0], [0.0, 5.0])
 _UNKNOWN = object()
 _SECTIONS = ("per_layer_config", "rope_scaling")  # of settings, with no default of their own

@@ -118,7 +118,6 @@ FALLBACK_WHOLES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "muse_glimmer": {},
     "paddleocr_vl": _IN_THREE,
-    "step3p7": {"layer_types": ["full_attention"] * 3, "sliding_window": 7},
 }
 
 
@@ -183,6 +182,16 @@ MAKERS_FORMS: dict[str, tuple[str, MakersForm]] = {
     "deepseek_vl2": (
         "llama",
         MakersForm(("language_config",), "language.model.", "language.lm_head"),
+    ),
+    "exaone4_5": (
+        "exaone4",
+        MakersForm(
+            ("text_config",),
+            "model.language_model.",
+            "lm_head",
+            {"model_type": "exaone4_5"},
+            settings={"model_type": "exaone4_5_text"},
+        ),
     ),
     "internvl_chat": (
         "qwen3",

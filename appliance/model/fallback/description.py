@@ -24,6 +24,7 @@ from appliance.model.fallback.matrices import StoredMatrices
 from appliance.model.fallback.probe import ProbeResult, probe
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
+from appliance.model.families.text_parts import SECTIONS
 from appliance.model.names import TensorNames
 from appliance.model.spec import DecoderSpec, LayerSpec, MLPSpec, NormSpec
 from appliance.model.tensors import Role, TensorSlot
@@ -143,8 +144,10 @@ def describe(
             return found
     assert outer is not None
     assert whole is not None
-    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return _described_as(outer, {**whole, **tied}, origin, stored, is_whole=True)
+    given = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    if not any(isinstance(whole.get(key), dict) for key in SECTIONS):
+        given["text_config"] = dict(config)  # whose settings lie beside the others
+    return _described_as(outer, {**whole, **given}, origin, stored, is_whole=True)
 
 
 def _missing(fallback: FallbackModel, spec: DecoderSpec) -> set[str]:

@@ -103,6 +103,11 @@ def probe(model: Any, body: Any) -> ProbeResult:
                 "its layers compute with attention masks themselves, as those with a bias of"
                 " positions (ALiBi) or an index of them do, which is not honoured"
             ) from error
+        if isinstance(error, NotImplementedError):
+            raise UnsupportedModelError(
+                "its modules choose what to compute by the numbers before it, as experts outside of"
+                " transformers' experts interface do, so what they ask for cannot be known"
+            ) from error
         raise UnsupportedModelError(
             f"a run without weights failed in its modules ({type(error).__name__}: {error})"
         ) from error

@@ -55,6 +55,7 @@ class TextFamily:
 _RENORMALIZED = {"norm_topk_prob": True}
 # Text parts that are another family's decoder, by their `model_type`.
 FAMILIES_OF_TEXTS: dict[str, TextFamily] = {
+    "exaone4_5_text": TextFamily("exaone4"),
     "glm4v_moe_text": TextFamily("glm4_moe"),
     "glm4v_text": TextFamily("glm4", {"attention_bias": True}),
     "kimi_k2": TextFamily("deepseek_v3"),
