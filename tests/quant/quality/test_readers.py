@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,20 +110,21 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int], set[Form]]] = [
 ]
 
 
-@cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="readers-"))
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that writes one of `MODELS`, once."""
+    folder = tmp_path_factory.mktemp("bases")
 
+    @cache
+    def write(name: str) -> Path:
+        kind, settings = MODELS[name]
+        torch.manual_seed(0)
+        model = random_model(kind, **SIZES | settings)
+        spread_weights(model)
+        model.to(torch.bfloat16).save_pretrained(folder / name)
+        return folder / name
 
-@cache
-def base(name: str) -> Path:
-    kind, settings = MODELS[name]
-    torch.manual_seed(0)
-    model = random_model(kind, **SIZES | settings)
-    spread_weights(model)
-    folder = _folder() / name
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return write
 
 
 def ours(path: Path) -> torch.Tensor:
@@ -155,7 +156,12 @@ def distance(path: Path, settings: Any = None) -> float:
 
 @pytest.mark.parametrize(("name", "words", "ends", "forms"), CASES)
 def test_transformers_reads_what_is_said_to_be_read(
-    name: str, words: dict[str, Any], ends: dict[str, int], forms: set[Form], tmp_path: Path
+    name: str,
+    words: dict[str, Any],
+    ends: dict[str, int],
+    forms: set[Form],
+    base: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     asked = read_asked(**WORDS | words)
     options = QuantizeOptions(asked.scheme, asked.method, **ends)  # type: ignore[arg-type]
@@ -175,7 +181,7 @@ def test_transformers_reads_what_is_said_to_be_read(
         assert distance(report.out) < 0.02
 
 
-def test_linears_that_vllm_computes_as_one_are_told_apart(tmp_path: Path) -> None:
+def test_linears_that_vllm_computes_as_one_are_told_apart(base: Callable[[str], Path]) -> None:
     source = open_model(base("llama"))
     scheme = read_asked(**WORDS).scheme
     schemes = {slot.name: scheme for slot in source.slots() if slot.is_linear}
