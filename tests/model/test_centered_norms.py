@@ -68,7 +68,7 @@ def test_a_position_behind_the_table_is_refused_by_the_library(
         ("falcon", {"alibi": True}, "alibi = True is not supported"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2"),
         ("falcon-new", {"parallel_attn": False}, "parallel_attn = False .*new_decoder"),
-        ("falcon-new", {"num_kv_heads": 4}, "num_kv_heads = 4 .*divisor of 6"),
+        ("falcon-new", {"num_kv_heads": 4}, "num_kv_heads = 4 .*divisor of num_attention_heads, 6"),
         ("falcon-new", {"num_kv_heads": 3}, r"query_key_value.weight has shape \(160, 96\)"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
         ("opt", {"max_position_embeddings": 64}, r"embed_positions.weight has shape \(130, 96\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from native_models import native
 from recurrent_models import RECURRENT, SIZES, Running, advance, allocate, logits_in_steps
 from safetensors.torch import load_file, save_file
 
-from appliance.errors import ModelError
+from appliance.errors import ModelError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.model.loader import load_decoder
@@ -132,7 +133,11 @@ def test_a_copied_slot_goes_on_as_the_first_did(
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1"),
         ("lfm2", {"layer_types": ["conv"] * 3}, "none of 3 layers has attention"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types = .*full_attention and"),
-        ("qwen3_5", {"linear_num_value_heads": 5}, "linear_num_value_heads = 5 .*multiple of 2"),
+        (
+            "qwen3_5",
+            {"linear_num_value_heads": 5},
+            "linear_num_value_heads = 5 .*multiple of linear_num_key_heads, 2",
+        ),
         ("qwen3_5", {"linear_value_head_dim": 64}, r"in_proj_qkv\.weight has shape \(416, 64\)"),
         (
             "qwen3_5",
@@ -140,7 +145,11 @@ def test_a_copied_slot_goes_on_as_the_first_did(
             r"conv1d\.weight .*linear_conv_kernel_dim = 3, .*in config\.json",
         ),
         ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16'"),
-        ("qwen3_5", {"layer_types": ["linear_attention"]}, "layer_types must list 3 layers"),
+        (
+            "qwen3_5",
+            {"layer_types": ["linear_attention"]},
+            "layer_types must list as many layers as num_hidden_layers says, 3",
+        ),
     ],
 )
 def test_state_sizes_that_do_not_fit_are_refused_by_name(
@@ -153,6 +162,22 @@ def test_state_sizes_that_do_not_fit_are_refused_by_name(
     with pytest.raises(ModelError, match=said) as refused:
         open_model(tmp_path)
     assert "config.json" in str(refused.value)
+
+
+def test_limits_that_no_step_reaches_are_none(
+    make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Makers write the largest number of 64 bits too; transformers clamps to it without effect."""
+    model_type, settings = RECURRENT["bamba"]
+    make_model(model_type, **SIZES | settings).save_pretrained(tmp_path)
+    config, unbounded = json.loads((tmp_path / "config.json").read_text()), open_model(tmp_path)
+    for limits in ([0.0, 1e308], [0, {"__float__": "Infinity"}], [0.0, math.inf]):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"time_step_limit": limits}))
+        assert open_model(tmp_path).spec == unbounded.spec
+    for others in ([0.0, 0.1], [0.001, 1e308], [0.0], "no"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"time_step_limit": others}))
+        with pytest.raises(UnsupportedModelError, match="time_step_limit = "):
+            open_model(tmp_path)
 
 
 def test_the_text_of_a_larger_checkpoint_is_served_without_its_draft(

@@ -28,6 +28,7 @@ _MAKERS_OWN = {"exaone4_5_text", "kimi_k2"}  # transformers has no classes of th
 OTHER_TYPES = ("granitemoeshared", *sorted(FAMILIES_OF_TEXTS.keys() - _MAKERS_OWN))
 _PROBES: tuple[Any, ...] = (7, 0.125, True, False, "silu", [0], [0.0, 5.0])
 _UNKNOWN = object()
+_TYPED: dict[str, Any] = {"list": None, "dict": None, "float": 2.5, "int": 3, "bool": True}
 _SECTIONS = ("per_layer_config", "rope_scaling")  # of settings, with no default of their own
 _READS = re.compile(r"config\.([a-z_]\w*)\b(?!\()|getattr\((?:self\.)?config, \"(\w+)\"")
 
@@ -62,6 +63,19 @@ def written(table: dict[str, Any]) -> str:
         for part in ("classes", "text_types")
     ]
     return f'{{"classes": {{\n{lines[0]}\n}},\n"text_types": {{\n{lines[1]}\n}}}}\n'
+
+
+def settings_of(model_type: str) -> dict[str, Any]:
+    """Settings that a class knows by any name, each with its default, or a value of its type."""
+    from transformers import CONFIG_MAPPING
+
+    asked = _Class(CONFIG_MAPPING[model_type])
+    found = {name: _plain(item.default) for name, item in asked.fields.items()}
+    found |= {key: None if value is _UNKNOWN else value for key, value in asked.late.items()}
+    for name, item in asked.fields.items():
+        if item.default is None:
+            found[name] = next((_TYPED[kind] for kind in _TYPED if kind in str(item.type)), None)
+    return found | {key: found.get(own) for key, own in _mapped(asked.made, asked).items()}
 
 
 class _Class:
@@ -125,7 +139,12 @@ def _of_class(made: Any) -> dict[str, Any]:
             values[key] = default
     values |= _rope(asked)
     for key in (*asked.fields, *asked.late, *aliases):
-        held = asked.holds(aliases.get(key, key), **{key: None})
+        own = aliases.get(key, key)
+        held = asked.holds(own, **{key: None})
+        if held is _UNKNOWN and "num_attention_heads" in asked.fields:
+            heads: Any = asked.fields["num_attention_heads"].default
+            # Its default sizes alone may not divide.
+            held = asked.holds(own, **{"hidden_size": 64 * heads, key: None})
         if held is _UNKNOWN or _breaks_rope(asked, key):
             never_null.add(key)
         elif key == "rope_parameters":

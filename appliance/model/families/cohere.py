@@ -46,7 +46,8 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 def _read_2(config: ConfigReader) -> DecoderSpec:
     head_dim, layers = _head_dim_2(config), config.integer("num_hidden_layers")
-    period = config.integer("sliding_window_pattern", _PERIOD)
+    listed = config.is_given("layer_types")
+    period = layers if listed else config.integer("sliding_window_pattern")
     slides = read_layer_types(config, [(index + 1) % period != 0 for index in range(layers)])
     window = read_window(config)
     if any(slides) and window is None:

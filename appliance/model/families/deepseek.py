@@ -92,11 +92,12 @@ def _read(
     layers = config.integer("num_hidden_layers")
     is_dense = kinds or [index < num_dense for index in range(layers)]
     config.value("num_key_value_heads")  # without effect: all heads share one latent
+    if config.knows("mlp_bias") and config.flag("mlp_bias"):
+        raise config.refuse("mlp_bias", "false with this architecture")
     return read_decoder(
         config,
         architecture,
         [read_latent_attention(config)] * layers,
-        mlp_bias=config.flag("mlp_bias"),
         experts=[None if dense else experts for dense in is_dense],
     )
 

@@ -30,7 +30,6 @@ _WINDOW = 4096
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim, layers = read_head_dim(config), config.integer("num_hidden_layers")
     window, usual = _read_window(config), [False] * layers
-    config.value("sliding_window_pattern")  # also letters, beside the list of layers
     if not config.is_given("layer_types"):
         period = config.integer("sliding_window_pattern")
         usual = [(index + 1) % period != 0 for index in range(layers)]

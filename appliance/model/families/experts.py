@@ -89,9 +89,9 @@ def read_experts(
     if top_k > experts:
         raise _contradiction(config, chosen, top_k, f"at most {count} = {experts}")
     groups = config.integer("n_group", 1) if grouped else 1
-    top_groups = config.integer("topk_group", 1) if grouped else 1
+    top_groups = config.integer("topk_group", 1 if groups == 1 else None) if grouped else 1
     if grouped:
-        _check_groups(config, experts, top_k, groups, top_groups, best_of_group)
+        _check_groups(config, count, experts, top_k, groups, top_groups, best_of_group)
     for name, usual in (("scoring_func", scoring.value), ("score_function", scoring.value)):
         if config.text(name, usual) != usual:
             raise config.refuse(name, usual)
@@ -124,10 +124,16 @@ def read_experts(
 
 
 def _check_groups(
-    config: ConfigReader, experts: int, top_k: int, groups: int, top_groups: int, best: int
+    config: ConfigReader,
+    count: str,
+    experts: int,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    best: int,
 ) -> None:
     if experts % groups or (groups > 1 and experts // groups < best):
-        raise _contradiction(config, "n_group", groups, f"a divisor of {experts} experts")
+        raise _contradiction(config, "n_group", groups, f"a divisor of {count} = {experts}")
     if top_groups > groups:
         raise _contradiction(config, "topk_group", top_groups, f"at most n_group = {groups}")
     within = top_groups * (experts // groups)

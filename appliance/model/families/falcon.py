@@ -58,9 +58,10 @@ def _key_heads(config: ConfigReader, is_new: bool, heads: int) -> int:
     if is_new:
         count = config.integer("num_kv_heads", heads)
         if heads % count:
-            raise config.refuse("num_kv_heads", f"a divisor of {heads} attention heads")
+            raise config.refuse("num_kv_heads", f"a divisor of num_attention_heads, {heads}")
         return count
-    config.value("num_kv_heads")  # without effect
+    if not shares and config.integer("num_kv_heads", heads) != heads:
+        raise config.refuse("num_kv_heads", f"num_attention_heads, {heads}, without multi_query")
     return 1 if shares else heads
 
 

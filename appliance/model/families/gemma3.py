@@ -38,7 +38,8 @@ _PERIOD = 6
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim = read_head_dim(config)
     num_layers = config.integer("num_hidden_layers")
-    pattern = config.integer("sliding_window_pattern")
+    listed = config.is_given("layer_types")
+    pattern = num_layers if listed else config.integer("sliding_window_pattern")
     slides = read_layer_types(config, [(i + 1) % pattern != 0 for i in range(num_layers)])
     window = read_window(config)
     if any(slides) and window is None:
@@ -80,8 +81,8 @@ def _ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     if config.value("rope_scaling"):
         full = config.section("rope_scaling")
     return (
-        scaled_rope(config, local, config.number("rope_local_base_freq"), head_dim),
-        scaled_rope(config, full, config.number("rope_theta"), head_dim),
+        scaled_rope(config, local, "rope_local_base_freq", head_dim),
+        scaled_rope(config, full, "rope_theta", head_dim),
     )
 
 

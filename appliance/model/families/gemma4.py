@@ -99,12 +99,11 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
         read_head_dim(config),
         config.integer("num_key_value_heads", config.integer("num_attention_heads")),
     )
-    head_dim = config.integer("global_head_dim")
-    kv_heads = config.integer("num_global_key_value_heads", local.num_kv_heads)
-    if not config.flag("attention_k_eq_v"):
-        kv_heads = local.num_kv_heads
     if "per_layer_config" not in config:
-        return local, _Heads(head_dim, kv_heads)
+        kv_heads = config.integer("num_global_key_value_heads", local.num_kv_heads)
+        shared = config.flag("attention_k_eq_v")
+        head_dim = config.integer("global_head_dim")
+        return local, _Heads(head_dim, kv_heads if shared else local.num_kv_heads)
     layers, found = config.section("per_layer_config"), set[_Heads]()
     keys = _layer_keys(layers, config.value("per_layer_config"), len(slides))
     for index, sliding in enumerate(slides):
@@ -120,7 +119,7 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
             raise layers.refuse(keys[index], "no change in a layer with a window")
     if len(found) > 1:
         raise config.refuse("per_layer_config", "the same heads in all layers without a window")
-    return local, found.pop() if found else _Heads(head_dim, kv_heads)
+    return local, found.pop() if found else local
 
 
 def _layer_keys(layers: ConfigReader, keys: Iterable[str], count: int) -> dict[int, str]:
@@ -170,6 +169,8 @@ def _mlps(config: ConfigReader, sources: list[int | None]) -> list[MLPSpec | Exp
     width, act = config.integer("intermediate_size"), read_activation(config, _ACTIVATION)
     wide = 2 * width if config.flag("use_double_wide_mlp") else width
     if not config.flag("enable_moe_block"):
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            config.value(key)  # without effect
         return [MLPSpec(width if source is None else wide, act) for source in sources]
     if wide != width:
         raise config.refuse("use_double_wide_mlp", "false in a model with experts")

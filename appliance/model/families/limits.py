@@ -223,8 +223,9 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
         )
     if not spec.cache_layers:
         raise UnsupportedModelError(
-            f"{origin}: none of {len(spec.layers)} layers has attention; supported are models with"
-            " at least one such layer"
+            f"{origin}: none of {len(spec.layers)} layers has attention, by layer_types, "
+            "layers_block_type or attn_layer_indices; supported are models with at least one such "
+            "layer"
         )
     for latent in set(spec.latent_layers.values()):
         if latent.latent % 2:
@@ -239,8 +240,9 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
             width = attention.rope_dim
         if rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= width:
             raise UnsupportedModelError(
-                f"{origin}: {rope.rotary_dim} elements of each head would rotate; RoPE pairs them, "
-                f"so their number must be even and from 2 to {width}, as many as a head has"
+                f"{origin}: {rope.rotary_dim} elements of each head would rotate, by head_dim or "
+                "hidden_size / num_attention_heads, qk_rope_head_dim and partial_rotary_factor; "
+                f"RoPE pairs them, so they must be even and from 2 to {width}, a head's width"
             )
         if rope.scaling is RopeScaling.LLAMA3 and not rope.low_freq_factor < rope.high_freq_factor:
             raise CheckpointError(

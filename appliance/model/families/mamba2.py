@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Names of recurrent and of attention layers in newer and older configs.
 RECURRENT_NAMES = ("linear_attention", "mamba")
 ATTENTION_NAMES = ("full_attention", "attention")
+_BEYOND_STEPS = 1e30  # softplus of no float32 near it is taken
 _FLOAT = "__float__"  # key of numbers that JSON lacks, such as Infinity
 
 
@@ -44,13 +45,12 @@ def read_mamba2(
     """
     if read_activation(config, activation) is not Activation.SILU:
         raise config.refuse(activation, "silu in Mamba-2 layers")
-    limits = config.value("time_step_limit", [0.0, math.inf])
-    if not isinstance(limits, list) or [_as_float(limit) for limit in limits] != [0.0, math.inf]:
+    if not _is_unbounded(config.value("time_step_limit", [0.0, math.inf])):
         raise config.refuse("time_step_limit", "[0.0, Infinity]")
     num_heads, num_groups = config.integer(heads), config.integer(groups)
     if num_heads % num_groups:
-        raise config.refuse(groups, f"a divisor of {num_heads} heads")
-    width = _read_width(config, head_dim, num_heads, expand)
+        raise config.refuse(groups, f"a divisor of {heads}, {num_heads}")
+    width = _read_width(config, head_dim, heads, expand)
     return Mamba2Spec(
         num_heads=num_heads,
         num_groups=num_groups,
@@ -63,23 +63,31 @@ def read_mamba2(
     )
 
 
-def _read_width(config: ConfigReader, key: str, num_heads: int, expand: str | None) -> int:
+def _read_width(config: ConfigReader, key: str, heads: str, expand: str | None) -> int:
     if expand is None:
         return config.integer(key)
-    values = config.integer(expand) * config.integer("hidden_size")
+    num_heads, hidden_size = config.integer(heads), config.integer("hidden_size")
+    values = config.integer(expand) * hidden_size
     width = values // num_heads if config.value(key) == "auto" else config.integer(key)
     if width * num_heads != values:
         raise CheckpointError(
-            f"{config.origin}: {key} is {width}, but {num_heads} heads must have {values} elements "
-            f"as {expand} says; fetch the model again"
+            f"{config.origin}: {key} is {width}, but {heads}, {num_heads}, must have {values} "
+            f"elements, {expand} times hidden_size; fetch the model again"
         )
     return width
 
 
-def _as_float(limit: object) -> object:
-    if isinstance(limit, dict) and limit.get(_FLOAT) == "Infinity":
-        return math.inf
-    return limit
+def _is_unbounded(limits: object) -> bool:
+    """Return True for limits of steps that no step reaches: 0, and Infinity in any spelling."""
+    if not isinstance(limits, list) or len(limits) != 2:
+        return False
+    least, most = limits
+    if isinstance(most, dict):
+        most = most.get(_FLOAT)
+    if most in ("Infinity", "inf"):
+        most = math.inf
+    is_number = isinstance(most, int | float) and not isinstance(most, bool)
+    return least == 0 and is_number and most >= _BEYOND_STEPS
 
 
 def gguf_mamba2_settings(meta: ConfigReader, file: GGUFFile, layer: int) -> dict[str, Any]:

@@ -46,8 +46,7 @@ def _read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
     share = config.number("partial_rotary_factor", 1.0)
     if config.value("rotary_dim") is not None:
         share = config.integer("rotary_dim") / head_dim
-    theta = config.number("rope_theta")
-    return scaled_rope(config, rope_section(config), theta, head_dim, True, share)
+    return scaled_rope(config, rope_section(config), "rope_theta", head_dim, True, share)
 
 
 def _pass_over_what_is_so(config: ConfigReader) -> None:

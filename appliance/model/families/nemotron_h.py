@@ -78,8 +78,7 @@ def _read_kinds(config: ConfigReader) -> list[str]:
     """Read each layer's kind from a list or else from a pattern of letters; both count layers."""
     config.integer("num_hidden_layers", 1)  # without effect
     key = "layers_block_type"
-    pattern = config.value("hybrid_override_pattern")
-    if config.is_given(key) or pattern is None:
+    if config.is_given(key) or "hybrid_override_pattern" not in config:
         listed = config.value(key)
         count = _checked_count(config, key, len(listed) if isinstance(listed, list) else 0)
         return read_layer_kinds(config, _KINDS, count, key) or []

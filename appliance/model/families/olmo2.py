@@ -58,7 +58,7 @@ def _read_3(config: ConfigReader) -> DecoderSpec:
 
 def _ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Read RoPE of sliding and full layers; old-style scaling applies only to full ones."""
-    sections, theta = config.section("rope_parameters"), config.number("rope_theta", 500000.0)
+    sections, theta = config.section("rope_parameters"), "rope_theta"
     local = section_of_layers(sections, "sliding_attention")
     full = section_of_layers(sections, "full_attention")
     sections.refuse_unknown(frozenset())

@@ -75,7 +75,7 @@ def _read_delta(config: ConfigReader, eps: float) -> GatedDeltaSpec:
     keys = config.integer("linear_num_key_heads")
     values = config.integer("linear_num_value_heads")
     if values % keys:
-        raise config.refuse("linear_num_value_heads", f"a multiple of {keys} key heads")
+        raise config.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads, {keys}")
     return GatedDeltaSpec(
         num_key_heads=keys,
         num_value_heads=values,
@@ -89,10 +89,11 @@ def _read_delta(config: ConfigReader, eps: float) -> GatedDeltaSpec:
 def _read_attending(config: ConfigReader) -> list[bool]:
     """Read which layers have attention, from `layer_types` or an interval."""
     count = config.integer("num_hidden_layers")
-    interval = config.integer("full_attention_interval")
     kinds = {"full_attention": True, "linear_attention": False}
-    usual = [(index + 1) % interval == 0 for index in range(count)]
-    return read_layer_kinds(config, kinds, count) or usual
+    if (found := read_layer_kinds(config, kinds, count)) is not None:
+        return found
+    interval = config.integer("full_attention_interval")
+    return [(index + 1) % interval == 0 for index in range(count)]
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:

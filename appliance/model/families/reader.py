@@ -93,6 +93,7 @@ class ConfigReader:
     ) -> None:
         self.origin = origin
         self._usual = usual or ClassDefaults()
+        self._given = values
         self._is_class_known = usual is not None
         self._values = self._usual.by_own_names(values)
         self._read: set[str] = set()
@@ -169,6 +170,17 @@ class ConfigReader:
             raise self._wrong(key, value, f"a list of {length} whole numbers")
         return tuple(value)
 
+    def _written(self, key: str) -> str:
+        """Return the name under which the settings have a value."""
+        names = [name for name, own in self._usual.aliases.items() if own == self._own_name(key)]
+        given = (name for name in names if name in self._given)
+        counts = (
+            name
+            for name in given
+            if self._given[name] is not None or name in self._usual.never_null
+        )
+        return next(counts, key)
+
     def knows(self, key: str) -> bool:
         """Return True if the class, or its model, reads the setting."""
         return not self._is_class_known or self._usual.knows(key)
@@ -197,7 +209,7 @@ class ConfigReader:
     def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         if value is None:
             return self._nothing(key, expected)
-        return wrong(self.origin, key, value, expected, self.if_wrong)
+        return wrong(self.origin, self._written(key), value, expected, self.if_wrong)
 
     def _nothing(self, key: str, expected: str) -> CheckpointError:
         """Build the error for a setting that is missing, or null where that means nothing."""
@@ -208,7 +220,9 @@ class ConfigReader:
                 f"{self.origin}: {key} is missing, but must be {expected}; {self.if_missing}"
             )
         advice = "replace it" if usual is None else f"remove it, which means {short(usual)}"
-        return CheckpointError(f"{self.origin}: {key} is null, but must be {expected}; {advice}")
+        return CheckpointError(
+            f"{self.origin}: {self._written(key)} is null, but must be {expected}; {advice}"
+        )
 
     def without(self, key: str) -> ConfigReader:
         """Return the settings without one, remembering what was read."""
@@ -222,7 +236,8 @@ class ConfigReader:
         own = self._own_name(key)
         value = self._values[own] if own in self._values else self._usual.values.get(own)
         return UnsupportedModelError(
-            f"{self.origin}: {key} = {short(value)} is not supported; supported is {supported}"
+            f"{self.origin}: {self._written(key)} = {short(value)} is not supported; supported is "
+            f"{supported}"
         )
 
     def _changes_nothing(self, key: str) -> bool:

@@ -43,14 +43,20 @@ _KNOWN_KEYS = frozenset(
 
 # No class replaces these where they are null, and none can compute with them.
 _OF_SECTION = ClassDefaults(
-    never_null=frozenset({"partial_rotary_factor", "rope_theta", "rope_type"})
-)
+    never_null=frozenset(
+        {
+            "llama_4_scaling_beta", "original_max_position_embeddings", "partial_rotary_factor",
+            "rope_theta", "rope_type",
+        }
+    )
+)  # fmt: skip
 
 
 def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
     """Read the rotary settings that all layers share; `partial` allows part of a head to rotate."""
-    theta, share = config.number("rope_theta"), config.number("partial_rotary_factor", 1.0)
-    return scaled_rope(config, rope_section(config), theta, head_dim, partial, share)
+    section, key = rope_section(config), "partial_rotary_factor"
+    share = 1.0 if key in section else config.number(key, 1.0)
+    return scaled_rope(config, section, "rope_theta", head_dim, partial, share)
 
 
 def rope_section(config: ConfigReader) -> ConfigReader:
@@ -78,8 +84,8 @@ def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> Rope
     section.value("max_position_embeddings")  # repeats the config's own
     if round(head_dim * section.number("partial_rotary_factor", turning / head_dim)) != turning:
         raise section.refuse("partial_rotary_factor", f"{turning} of {head_dim} elements")
-    theta = config.number("rope_theta")
-    rope = scaled_rope(config, section.without("partial_rotary_factor"), theta, turning)
+    inside = section.without("partial_rotary_factor")
+    rope = scaled_rope(config, inside, "rope_theta", turning)
     return replace(rope, query_beta=beta, original_context=context)
 
 
@@ -91,7 +97,7 @@ def without_positions(head_dim: int) -> RopeSpec:
 def scaled_rope(
     config: ConfigReader,
     section: ConfigReader,
-    theta: float | None,
+    theta: str | float | None,
     head_dim: int,
     partial: bool = False,
     share: float = 1.0,
@@ -100,7 +106,8 @@ def scaled_rope(
 
     Args:
         section: the settings, possibly empty.
-        theta: default if the section has none; None: it must have one.
+        theta: if the section has none, the config's setting of that name, or a number; None: the
+            section must have one.
         partial: the family may rotate only part of a head.
         share: that part, if the section has none.
     """
@@ -116,6 +123,8 @@ def scaled_rope(
     scaling = _SCALINGS[kind]
     is_proportional = scaling is RopeScaling.PROPORTIONAL
     rotary_dim = head_dim if is_proportional else int(head_dim * share)
+    if isinstance(theta, str):
+        theta = None if "rope_theta" in section else config.number(theta)
     return RopeSpec(
         theta=section.number("rope_theta", theta),
         rotary_dim=rotary_dim,

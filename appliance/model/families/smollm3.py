@@ -46,14 +46,14 @@ def _read(config: ConfigReader) -> DecoderSpec:
 def _read_turning(config: ConfigReader) -> list[bool]:
     """Read which layers have RoPE, from a list of 1 and 0, or from an interval."""
     layers = config.integer("num_hidden_layers")
-    interval = config.integer("no_rope_layer_interval")
     listed = config.value("no_rope_layers")
     if listed is None:
+        interval = config.integer("no_rope_layer_interval")
         return [(index + 1) % interval != 0 for index in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers or not set(listed) <= {0, 1}:
         raise CheckpointError(
-            f"{config.origin}: no_rope_layers must list 1 (with RoPE) or 0 for {layers} layers, "
-            f"but is {str(listed)[:80]}"
+            f"{config.origin}: no_rope_layers must list 1 (with RoPE) or 0 for each layer, "
+            f"num_hidden_layers = {layers}, but is {str(listed)[:80]}"
         )
     return [bool(turning) for turning in listed[:layers]]
 

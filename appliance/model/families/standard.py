@@ -65,7 +65,7 @@ def read_attention(
     if num_kv_heads is None:
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise config.refuse("num_key_value_heads", f"a divisor of {num_heads} attention heads")
+        raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -165,7 +165,7 @@ def read_activation(
 ) -> Activation:
     """Read the MLP's nonlinearity; some exist only without a gate."""
     known = _ACTIVATIONS if gated else _ACTIVATIONS | _UNGATED
-    act = config.text(key, "silu") if config.knows(key) else "silu"
+    act = config.text(key) if config.knows(key) else "silu"
     if act not in known:
         raise config.refuse(key, ", ".join(known))
     return known[act]
@@ -196,7 +196,8 @@ def read_layer_kinds(
         return None
     if not isinstance(listed, list) or len(listed) != count:
         raise CheckpointError(
-            f"{config.origin}: {key} must list {count} layers; fetch the model again"
+            f"{config.origin}: {key} must list as many layers as num_hidden_layers says, {count}; "
+            "fetch the model again"
         )
     if any(not isinstance(kind, str) or kind not in kinds for kind in listed):
         raise config.refuse(key, " and ".join(kinds))
