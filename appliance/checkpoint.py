@@ -51,6 +51,8 @@ _SETTINGS_FILES = {
 # A part of several, or weights that are no whole model.
 _OTHER_WEIGHTS = re.compile(r"-of-\d+|^adapter|^consolidated|^model-\d+\.")
 
+_SHARD = re.compile(r"((?!adapter|consolidated).*)-\d{5}-of-(\d{5})\.safetensors")
+
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -244,6 +246,8 @@ def _weight_files(path: Path) -> list[Path]:
     loose = [file for file in path.iterdir() if file.suffix == ".safetensors"]
     if len(loose) == 1 and not _OTHER_WEIGHTS.search(loose[0].name):
         return loose  # as AutoGPTQ named it: gptq_model-4bit-128g.safetensors
+    if numbered := _numbered(path, loose):
+        return numbered
     if loose:
         raise CheckpointError(
             f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; download the folder again"
@@ -254,6 +258,24 @@ def _weight_files(path: Path) -> list[Path]:
             "use a version of the model in safetensors or GGUF form"
         )
     raise CheckpointError(f"{path} holds no weights; it needs {WEIGHTS_NAME} or {INDEX_NAME}")
+
+
+def _numbered(path: Path, files: list[Path]) -> list[Path]:
+    """Return shards whose names tell, without an index, that they are one whole model.
+
+    Raises:
+        CheckpointError: a number is missing.
+    """
+    places = {file.name: _SHARD.fullmatch(file.name) for file in files}
+    stems = {(place[1], place[2]) for place in places.values() if place}
+    if len(stems) != 1:
+        return []
+    ((stem, count),) = stems
+    shards = [f"{stem}-{i:05}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
+    missing = next((shard for shard in shards if shard not in places), None)
+    if missing is not None:
+        raise CheckpointError(f"{path}: shard {missing} is missing; download it again")
+    return [path / shard for shard in shards]
 
 
 def _weight_map(path: Path) -> dict[str, str]:

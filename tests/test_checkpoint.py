@@ -182,7 +182,7 @@ def test_one_name_in_two_shards(tmp_path: Path) -> None:
     ("name", "is_read"),
     [
         ("gptq_model-4bit-128g.safetensors", True),
-        ("model-00001-of-00002.safetensors", False),
+        ("model-00001-of-00001.safetensors", True),
         ("adapter_model.safetensors", False),
     ],
 )
@@ -199,6 +199,22 @@ def test_one_file_of_another_name_is_the_model(tmp_path: Path, name: str, is_rea
 def test_shards_without_an_index(tmp_path: Path) -> None:
     (sharded(tmp_path) / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="neither"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_numbered_shards_without_an_index(tmp_path: Path) -> None:
+    """huggingface_hub's own writer names and divides them, as published models are."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(TENSORS, max_shard_size=40)
+    assert len(split.filename_to_tensors) > 1
+    (tmp_path / "config.json").write_text("{}")
+    for shard, names in split.filename_to_tensors.items():
+        save_file({name: TENSORS[name] for name in names}, tmp_path / shard)
+    assert_same(SafetensorsFolder(tmp_path))
+    last = max(split.filename_to_tensors)
+    (tmp_path / last).unlink()
+    with pytest.raises(CheckpointError, match=f"shard {last} is missing"):
         SafetensorsFolder(tmp_path)
 
 

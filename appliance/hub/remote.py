@@ -120,7 +120,9 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
             + (f"it has {some_ggufs}" if ggufs else f"try {repo_id} without a file name")
         )
     top = [name for name in names if "/" not in name]
-    weights = [n for n in top if n.startswith("model") and n.endswith(".safetensors")]
+    every = [n for n in top if n.endswith(".safetensors")]
+    weights = [n for n in every if n.startswith("model")]
+    weights = weights or [n for n in every if not n.startswith(("adapter", "consolidated"))]
     if weights:
         older = () if "tokenizer.json" in top else OLDER_TOKENIZERS
         return weights + [

@@ -197,6 +197,8 @@ def test_no_way_to_the_hub(resolve: Resolve, tmp_path: Path) -> None:
                 "1_Pooling/config.json"]),
         (["model.safetensors", "tokenizer.model", "merges.txt", "vocab.json", "a.txt"], None,
          ["model.safetensors", "tokenizer.model", "merges.txt", "vocab.json"]),
+        (["gptq_model-4bit-128g.safetensors", "adapter_model.safetensors", "config.json"], None,
+         ["gptq_model-4bit-128g.safetensors", "config.json"]),
         (["a.gguf", "README.md"], None, ["a.gguf"]),
         (["sub/a.gguf", "b.gguf"], "sub/a.gguf", ["sub/a.gguf"]),
         (["A.GGUF", "mmproj-A-f16.gguf"], None, ["A.GGUF"]),

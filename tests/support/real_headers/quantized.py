@@ -321,6 +321,10 @@ def _of_modelopt(config: dict[str, Any]) -> Quantization:
             case other:
                 raise UnknownFormError(f"quant_algo {other!r}")
 
+    named = {found["quant_algo"] for found in each.values()} - {"NVFP4", "W4A16_NVFP4", "FP8"}
+    if named:
+        raise UnknownFormError(f"quant_algo {min(named)!r}")
+
     kv = config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")
     return Quantization(encode, kv_scales=bool(kv), parts_experts=True)
 

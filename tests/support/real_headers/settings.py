@@ -57,7 +57,7 @@ def read_settings(file: Path) -> Iterator[Header]:
 
 def reduced(header: Header) -> Header:
     """Return a header without texts, with few layers of the real widths."""
-    config = with_few_layers(_settings(header.config))
+    config = _settings(with_few_layers(header.config))
     count = text_section(config).get("num_hidden_layers") or 12
     beside = {
         name: _of_layers(_settings(content), count)

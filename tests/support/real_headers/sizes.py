@@ -152,6 +152,9 @@ class _Text:
         for key, value in lists.items():
             short = list(value[:count]) + ([] if key == "hybrid_override_pattern" else value[old:])
             self._new[key] = "".join(short) if isinstance(self._old[key], str) else short
+        for section in self._new.values():
+            if isinstance(section, dict):  # of the sparse layers of MiniMax M3
+                _cut_lists(section, old, count)
         for key in _INDICES:
             if isinstance(self._old.get(key), list):
                 self._new[key] = [i for i in self._old[key] if i < count]
@@ -256,8 +259,8 @@ class _Text:
             self._old.get("linear_num_value_heads"),
         )
         if keys and values:
-            self._new["linear_num_key_heads"] = 2
-            self._new["linear_num_value_heads"] = 2 if values == keys else 4
+            self._new["linear_num_key_heads"] = 4 if values == keys else 2
+            self._new["linear_num_value_heads"] = 4
         for key in ("linear_key_head_dim", "linear_value_head_dim", "mamba_d_state",
                     "ssm_state_size", "mamba_head_dim", "mamba_d_head", "state_size"):  # fmt: skip
             self._set(key, unit)
@@ -306,6 +309,12 @@ class _Text:
         dim = self._new.get("head_dim") or 4 * self._unit // _HEADS
         part = section.get("partial_rotary_factor", self._old.get("partial_rotary_factor"))
         return int(dim * (1.0 if part is None else part))
+
+
+def _cut_lists(section: dict[str, Any], old: int, count: int) -> None:
+    for key, value in section.items():
+        if isinstance(value, list) and len(value) == old > 3:
+            section[key] = value[:count]
 
 
 def _shares(sections: list[int], total: int) -> list[int]:

@@ -26,7 +26,15 @@ from appliance.model.source import open_model
 from real_headers.header import INDEX, Header
 from real_headers.quantized import UnknownFormError, quantization_of
 from real_headers.sizes import CONTEXT, FIRST_SPECIAL, scaled_down, text_section
-from real_headers.theirs import NoClassError, hub_tensors, part_of, reference_logits, with_towers
+from real_headers.theirs import (
+    NoClassError,
+    TooLargeError,
+    hub_tensors,
+    part_of,
+    reference_logits,
+    with_sizes,
+    with_towers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -120,9 +128,15 @@ def _with_quantization(header: Header, folder: Path) -> Outcome | None:
     try:
         form = quantization_of(header)
         unit = 16 if form is None else 32
-        config = scaled_down(with_towers(header.config, folder / "dense"), unit)
+        whole = with_towers(header.config, folder / "dense")
+        config = scaled_down(whole, unit)
         part, prefix = part_of(config)
-        tensors = hub_tensors(part, folder / "dense", whole=False)
+        try:
+            tensors = hub_tensors(part, folder / "dense", whole=False)
+        except TooLargeError:  # sizes that its class has in place of missing ones
+            config = scaled_down(with_sizes(whole, folder / "dense"), unit)
+            part, prefix = part_of(config)
+            tensors = hub_tensors(part, folder / "dense", whole=False)
     except NoClassError as error:
         return _refused_unseen(header, folder, f"transformers has no class for {error}")
     except UnknownFormError as error:
@@ -138,8 +152,8 @@ def _with_quantization(header: Header, folder: Path) -> Outcome | None:
         dense[name] = dense[name].contiguous().clone()
     save_file(dense, folder / "dense" / "model.safetensors", {"format": "pt"})
     _write_settings(header, config, folder / "stored")
-    whole = {name: part.contiguous().clone() for name, part in stored.items()}
-    save_file(whole, folder / "stored" / "model.safetensors", {"format": "pt"})
+    own = {name: part.contiguous().clone() for name, part in stored.items()}
+    save_file(own, folder / "stored" / "model.safetensors", {"format": "pt"})
     return None
 
 
