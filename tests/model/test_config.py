@@ -56,6 +56,20 @@ def test_rope_settings_of_both_styles_mean_the_same() -> None:
     assert spec.attention_layers[0].rope.theta == 5e5
 
 
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"factor": 4.0, "original_max_position_embeddings": 256}, 1024),  # Qwen's instructions
+        ({"factor": 4.0}, 1024),
+        ({"factor": 4.0, "original_max_position_embeddings": 32}, 256),
+    ],
+)
+def test_yarn_says_for_how_many_tokens_it_is(rope: dict[str, Any], context: int) -> None:
+    """vLLM's rule for the longest context: the original one times the factor."""
+    spec = spec_of(BASE | {"rope_scaling": rope | {"rope_type": "yarn"}})
+    assert spec.context_length == context
+
+
 def test_rope_settings_per_layer_type_of_both_styles_mean_the_same() -> None:
     old = {
         "rope_theta": 2e6,

@@ -18,7 +18,7 @@ HEADERS = list(read_settings(Path(__file__).parent / "real_settings.json"))
 
 
 def assert_right(header: Header, outcome: Outcome) -> None:
-    is_rightly_refused = outcome.state == "refused" and is_right(header.config, outcome.reason)
+    is_rightly_refused = outcome.state == "refused" and is_right(header, outcome.reason)
     assert outcome.state == "ok" or is_rightly_refused, str(outcome)
 
 

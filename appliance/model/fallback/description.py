@@ -390,7 +390,11 @@ def _context(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 2:
         raise UnsupportedModelError("config.json has no max_position_embeddings")
-    return length
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn":
+        return length
+    # Beyond it, as `max_position_embeddings` may be the length before.
+    return max(length, int(rope["factor"] * rope.get("original_max_position_embeddings", length)))
 
 
 def _slots(

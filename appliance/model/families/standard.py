@@ -14,6 +14,7 @@ from appliance.model.spec import (
     LayerSpec,
     MLPSpec,
     NormSpec,
+    RopeScaling,
     TokenInputSpec,
 )
 
@@ -130,7 +131,7 @@ def read_decoder(
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        context_length=config.integer("max_position_embeddings"),
+        context_length=_context_length(config, mixers),
         layers=tuple(
             LayerSpec(spec, mlp, norm, post_norms, output_scale, pre_norms=pre_norms)
             for spec, mlp in zip(mixers, mlps, strict=True)
@@ -142,6 +143,21 @@ def read_decoder(
         logit_softcap=logit_softcap,
         token_input=token_input,
     )
+
+
+def _context_length(config: ConfigReader, mixers: Sequence[MixerSpec | None]) -> int:
+    """Return the tokens that positions are made for.
+
+    YaRN says so itself, as vLLM takes it: Qwen's instructions add it and leave
+    `max_position_embeddings` at the length before.
+    """
+    ropes = (getattr(mixer, "rope", None) for mixer in mixers)
+    scaled = [
+        int(rope.factor * rope.original_context)
+        for rope in ropes
+        if rope is not None and rope.scaling is RopeScaling.YARN
+    ]
+    return max(config.integer("max_position_embeddings"), *scaled, 0)
 
 
 def _read_mlps(

@@ -68,7 +68,7 @@ def _tried(header: Header, ways: list[str]) -> list[str]:
         start = time.monotonic()
         outcome = _outcome(header, way)
         state = outcome.state
-        if state == "refused" and not is_right(header.config, outcome.reason):
+        if state == "refused" and not is_right(header, outcome.reason):
             state = "REFUSED"
         reason = " ".join(outcome.reason.partition("; supported are Llama")[0].split())[:300]
         took = time.monotonic() - start

@@ -38,7 +38,7 @@ class Header:
     def quantization(self) -> dict[str, Any] | None:
         """The settings of quantized weights, from config.json or the file beside it."""
         for section in (self.config, self.config.get("text_config")):
-            for key in ("quantization_config", "compression_config"):
+            for key in ("quantization_config", "compression_config", "quantization"):
                 found = section.get(key) if isinstance(section, dict) else None
                 if isinstance(found, dict):
                     return self._completed(found)
@@ -52,7 +52,7 @@ class Header:
         own = found.get("quantization", found)
         other = self.beside.get("hf_quant_config.json", {}).get("quantization", {})
         method = found.get("quant_method") or ("modelopt" if "quant_algo" in own else None)
-        if method is None and "bits" in own:
+        if method is None and "bits" in own and self.beside.keys() & set(QUANTIZATION):
             method = "awq" if "quant_config.json" in self.beside else "gptq"
         ignore = own.get("ignore") or own.get("exclude_modules") or other.get("exclude_modules")
         return {**other, **own, "quant_method": method, "ignore": ignore or []}

@@ -1,29 +1,49 @@
-"""Reasons for which a model is rightly refused, by its family."""
+"""Reasons for which a model is rightly refused, by its family or by the form of its weights."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from real_headers.header import Header
 
 _CODE = "code that comes with a checkpoint"
 # model_type -> what the refusal must say.
-REFUSALS: dict[str, str] = {
+FAMILIES: dict[str, str] = {
     # Transformers has no class of its own, and code that comes with a checkpoint is never run.
     "baichuan": _CODE,
     "chatglm": _CODE,
-    "internvl_chat": _CODE,
-    "minicpmv": _CODE,
+    "falcon_perception": _CODE,
+    "internvl_chat": _CODE,  # where its language model is InternLM 2
+    "minicpm": _CODE,
     "molmo": _CODE,
+    "nemotron-nas": _CODE,
     "qwen": _CODE,
+    # Arithmetic that neither our kernels nor transformers' modules over our cache have.
+    "deepseek_ref": "recurrent|sparse|DeepseekV4",  # DeepSeek V4 by another name
+    "deepseek_v32": "sparse|index",
+    "deepseek_v4": "recurrent|sparse|compress",
+    "glm_moe_dsa": "sparse|index",
+    "kimi_k3": "situ|hidden_act|linear_attn_config|recurrent",
+    "llama4": "attention_chunk_size",
+    "mllama": "cross attention",
+    "nemotron_h": "moe_latent_size",
+    # No class in transformers, nor a description that we know.
+    "llava_llama": "is missing|holds no weights",  # VILA, whose parts lie in folders of their own
+    "minimax_m3": "model_type 'minimax_m3'",
+    "step3p7": "step3p",
     # No model of the hub's, but settings of a converter for another program.
     "ONNX": "ONNX",
 }
+FORMS: dict[str, str] = {"MLX": "MLX", "MXFP8": "MXFP8"}
 
 
-def is_right(config: Mapping[str, Any], reason: str) -> bool:
-    """Return True if a refusal says what its family's is for."""
-    wanted = REFUSALS.get(str(config.get("model_type")))
-    return wanted is not None and re.search(wanted, reason) is not None
+def is_right(header: Header, reason: str) -> bool:
+    """Return True if a refusal says what its family's is for, or that of its weights' form."""
+    form = header.quantization or {}
+    algorithms = {form.get("quant_algo")} | {
+        found.get("quant_algo") for found in (form.get("quantized_layers") or {}).values()
+    }
+    is_mlx = form.get("quant_method") is None and {"bits", "group_size"} <= form.keys()
+    named = [FORMS[name] for name in (*algorithms, *(["MLX"] if is_mlx else [])) if name in FORMS]
+    family = FAMILIES.get(str(header.config.get("model_type")))
+    return any(re.search(wanted, reason) for wanted in (*named, *([family] if family else [])))
