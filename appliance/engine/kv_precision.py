@@ -12,6 +12,7 @@ from appliance.kernels.arrays import dtype_name
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
+from appliance.model.spec import LatentAttentionSpec
 from appliance.wording import counted
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def choose_kv(
     if plan is not None:
         asked = None if word == "auto" else _format_of(word)
         layers = [layer.precision(asked) for layer in plan]
-    elif word == "fp8" or (word == "auto" and wants_fp8(source)):
+    elif word == "fp8" or (word == "auto" and wants_fp8(source) and not _has_latents(source)):
         scales, missing = kv_scales(source)
         layers = [LayerPrecision(KVFormat.FP8, of_layer) for of_layer in scales]
         if missing:
@@ -72,6 +73,11 @@ def choose_kv(
     else:
         format = _format_of(word) if word != "auto" else _usual(config, source, dtype, native)
         layers = [LayerPrecision(format)] * num_layers
+        if word == "auto" and wants_fp8(source):
+            notes.append(
+                f"the checkpoint asks for an FP8 KV cache, whose blocks hold no latents; they are "
+                f"stored as {format.value}"
+            )
     if device.type == "cuda":
         layers = _on_gpu(layers, notes)
     if native:
@@ -96,6 +102,10 @@ def in_words(precision: Precision) -> str:
     if len(counts) < 2:
         return precision.kv_format.value
     return ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.most_common())
+
+
+def _has_latents(source: ModelSource) -> bool:
+    return any(isinstance(layer.mixer, LatentAttentionSpec) for layer in source.spec.layers)
 
 
 def _usual(config: EngineConfig, source: ModelSource, dtype: Any, native: bool) -> KVFormat:

@@ -63,6 +63,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-scaled": ("llama", {"rope_parameters": SCALED_YARN}),
+    "llama-yarn-no-scale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}},
+    ),
     "llama-longrope": ("llama", {"rope_parameters": longrope(5, 32, factor=4.0)}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "ministral3": (

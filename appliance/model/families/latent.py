@@ -41,7 +41,7 @@ def _stretched(config: ConfigReader) -> float:
     section = rope_section(config)
     kind = section.value("rope_type") or section.value("type") or "default"
     share = section.optional_number("mscale_all_dim")
-    if kind == "default" or share is None:
+    if kind == "default" or not share:
         return 1.0
     factor = section.number("factor")
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0

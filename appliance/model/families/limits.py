@@ -40,6 +40,7 @@ _EXPERTS = Range(1, 4096)
 _EPSILON = Range(1e-20, 1.0)
 _THETA = Range(1.5, 1e15)  # 1 would make all frequencies equal
 _FACTOR = Range(1e-6, 1e6)
+_SHARE = Range(0.0, 1e6)  # 0 is none
 
 # Names in config.json and, without the architecture prefix, in GGUF metadata.
 RANGES: dict[str, Range] = {
@@ -168,8 +169,8 @@ RANGES: dict[str, Range] = {
     "beta_slow": _FACTOR,
     "rope.scaling.yarn_beta_fast": _FACTOR,
     "rope.scaling.yarn_beta_slow": _FACTOR,
-    "mscale": _FACTOR,
-    "mscale_all_dim": _FACTOR,
+    "mscale": _SHARE,
+    "mscale_all_dim": _SHARE,
     "llama_4_scaling_beta": Range(0.0, 1e6),
     "nextn_predict_layers": Range(0, 1024),
     "num_experts": _EXPERTS,

@@ -174,7 +174,7 @@ def _yarn(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[
     scale = section.optional_number("mscale")
     scale_all = section.optional_number("mscale_all_dim")
     usual = _yarn_attention(factor, 1.0)
-    if scale is not None and scale_all is not None:
+    if scale and scale_all:  # 0 counts as none, as Devstral 2 has it
         usual = _yarn_attention(factor, scale) / _yarn_attention(factor, scale_all)
     return {
         "factor": factor,

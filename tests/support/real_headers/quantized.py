@@ -173,7 +173,7 @@ def packed_ints(weight: Tensor, bits: int, group: int | None) -> tuple[Parts, Te
     scale = scale.bfloat16()
     spread = scale.float().repeat_interleave(weight.shape[1] // scale.shape[1], 1)
     dense = (codes - 2 ** (bits - 1)) * spread
-    shape = torch.tensor(weight.shape, device=weight.device)
+    shape = torch.tensor(weight.shape)
     packed = _words(codes, bits)
     return {".weight_packed": packed, ".weight_scale": scale, ".weight_shape": shape}, dense
 
@@ -212,7 +212,7 @@ class Quantization:
         found = {f"{base}{suffix}": part for suffix, part in parts.items()}
         kind = base.rpartition(".")[2]
         if self.kv_scales and kind in ("k_proj", "v_proj"):
-            found[f"{base}.{kind[0]}_scale"] = torch.ones((), device=tensor.device)
+            found[f"{base}.{kind[0]}_scale"] = torch.ones(())
         return found, dense
 
     def _of_experts(self, base: str, kind: str, stack: Tensor) -> tuple[dict[str, Tensor], Tensor]:

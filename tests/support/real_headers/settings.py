@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[\w.:*/|^$()\\+-]{1,80}")
 _NOT_SETTINGS = {
     *("_name_or_path", "name_or_path", "transformers_version", "id2label", "label2id", "auto_map"),
+    *("_attn_implementation", "attn_implementation", "_flash_attn_2_enabled"),
     *("producer", "task_specific_params", "custom_pipelines", "_commit_hash", "config_groups"),
     # Of transformers' generation, which once stood in every section.
     *("add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward"),
@@ -67,36 +68,27 @@ def reduced(header: Header) -> Header:
     config = _of_layers(config, count)
     if "auto_map" in header.config:
         config["auto_map"] = {}
-    groups = (header.config.get("quantization_config") or {}).get("config_groups")
-    if groups and header.config["quantization_config"].get("quant_method") == "compressed-tensors":
-        config["quantization_config"]["config_groups"] = groups
     return Header(header.name, config, beside)
 
 
 def _kind(header: Header) -> str:
-    """Return what is the same for headers that differ in numbers only."""
-
-    def plain(value: Any) -> Any:
-        match value:
-            case dict():
-                return {key: plain(one) for key, one in value.items()}
-            case list():
-                return sorted({json.dumps(plain(one), sort_keys=True) for one in value})
-            case bool() | str() | None:
-                return value
-        return 0
-
-    text = text_section(header.config)
-    form = {key: value for key, value in (header.quantization or {}).items() if key != "ignore"}
-    form.pop("quantized_layers", None)
+    """Return what is the same for headers of a family, a form of weights and a rotation."""
+    text, form = text_section(header.config), header.quantization or {}
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     return json.dumps(
-        [header.config.get("model_type"), plain(text), plain(form), list(header.beside)],
-        sort_keys=True,
+        [
+            [section.get("model_type") for section in (header.config, text)],
+            [form.get(key) for key in ("quant_method", "quant_algo", "format")],
+            [text.get("use_qk_norm"), rope.get("rope_type", rope.get("type"))],
+            list(header.beside),
+        ]
     )
 
 
 def _settings(value: dict[str, Any]) -> dict[str, Any]:
     found = {key: _setting(one) for key, one in value.items() if key not in _NOT_SETTINGS}
+    if value.get("quant_method") == "compressed-tensors":  # ModelOpt repeats itself there
+        found["config_groups"] = value.get("config_groups")
     return {key: one for key, one in found.items() if one is not ...}
 
 

@@ -123,8 +123,9 @@ class _Text:
         lists = {
             key: value
             for key, value in self._old.items()
-            if isinstance(value, list) and len(value) >= old > 3 and key not in _INDICES
-            and "factor" not in key
+            if isinstance(value, list) and key not in (*_INDICES, "architectures")
+            and "factor" not in key and len(value) >= old
+            and (old > 3 or all(isinstance(one, str) for one in value))
         }  # fmt: skip
         if isinstance(pattern, str):
             lists["hybrid_override_pattern"] = list(pattern)
@@ -290,7 +291,7 @@ class _Text:
     def _cut_rope(self, section: dict[str, Any], context: int | None) -> None:
         original = section.get("original_max_position_embeddings")
         if isinstance(original, int | float) and context:
-            section["original_max_position_embeddings"] = max(8, int(CONTEXT * original / context))
+            section["original_max_position_embeddings"] = max(2, int(CONTEXT * original / context))
         half = self._rotary(section) // 2
         for key in ("short_factor", "long_factor"):
             if isinstance(section.get(key), list):

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from real_headers.sizes import TEXT_SECTIONS, TOWER, text_section
+from real_headers.sizes import TEXT_SECTIONS, TOWER, VOCABULARY, text_section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 MOST_PARAMETERS = 2**26
-_NOT_THEIRS = ("quantization_config", "compression_config", "auto_map")
+_NOT_THEIRS = (
+    *("quantization_config", "compression_config", "auto_map"),
+    *("_attn_implementation", "attn_implementation", "_flash_attn_2_enabled"),
+)
 
 # Of models whose parts are models: section, class and prefix of the one that gives text.
 _TEXT_PARTS = {
@@ -90,6 +93,9 @@ def config_of(config: dict[str, Any], folder: Path) -> Any:
         text = plain["text_config"].items()
         plain["text_config"] = {key: value for key, value in text if key not in _NOT_THEIRS}
     plain["model_type"] = class_of(config).config_class.model_type
+    length = "original_max_position_embeddings"
+    if length in plain and plain.get("rope_scaling"):  # where the class looks for it
+        plain["rope_scaling"] = {length: plain[length], **plain["rope_scaling"]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(plain))
     found = transformers.AutoConfig.from_pretrained(folder)
@@ -124,6 +130,8 @@ def with_towers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         for name, tower in towers.items()
         if name not in TEXT_SECTIONS
     }
+    if isinstance(text.pad_token_id, int) and text.pad_token_id >= VOCABULARY:
+        filled["pad_token_id"] = text_section(part).get("pad_token_id", 0)
     if part is config:
         return {**config, **filled}
     section = _TEXT_PARTS.get(str(config["model_type"]), ("",))[0]

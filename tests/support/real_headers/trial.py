@@ -188,14 +188,17 @@ def try_whole(header: Header, folder: Path) -> Outcome:
         return _refused_unseen(header, folder, f"no description here of {error}")
     dtype = _dtype_of(header.config)
     entries: Entries = {}
+    contents: dict[str, Tensor] = {}  # of what must be read to know a shape
     for name, tensor in tensors.items():
         parts = {name: tensor} if form is None else form.tensors(name, tensor)[0]
         for key, value in parts.items():
             kept = dtype if value is tensor else value.dtype
+            if not value.is_meta:
+                contents[prefix + key] = value
             entries[prefix + key] = _NAMES[kept], tuple(value.shape)
     stored = folder / "stored"
     _write_settings(header, header.config, stored)
-    wrong = _write_shards(header, stored, entries)
+    wrong = _write_shards(header, stored, entries, contents)
     if wrong:
         return Outcome("wrong", wrong)
     try:
@@ -265,10 +268,12 @@ def _dtype_of(config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16
 
 
-def _write_shards(header: Header, folder: Path, entries: Entries) -> str | None:
+def _write_shards(
+    header: Header, folder: Path, entries: Entries, contents: dict[str, Tensor]
+) -> str | None:
     """Write the shards that the index names; return what is wrong with the index."""
     if header.index is None:
-        _write_sparse(folder / "model.safetensors", entries)
+        _write_sparse(folder / "model.safetensors", entries, contents)
         return None
     places: dict[str, str] = header.index["weight_map"]
     entries = _as_named(entries, places.keys())
@@ -279,7 +284,7 @@ def _write_shards(header: Header, folder: Path, entries: Entries) -> str | None:
         entries[name] = "F32", (1,)  # a buffer of its day
     for shard in sorted(set(places.values())):
         inside = {name: entries[name] for name in entries if places[name] == shard}
-        _write_sparse(folder / shard, inside)
+        _write_sparse(folder / shard, inside, contents)
     (folder / INDEX).write_text(json.dumps(header.index))
     return None
 
@@ -307,8 +312,8 @@ def _as_named(entries: Entries, names: Set[str]) -> Entries:
     return found
 
 
-def _write_sparse(path: Path, entries: Entries) -> None:
-    """Write a safetensors file of the right length, with a hole for its data."""
+def _write_sparse(path: Path, entries: Entries, contents: dict[str, Tensor] | None = None) -> None:
+    """Write a safetensors file of the right length, with a hole for its data but `contents`."""
     sizes = {name: dtype for dtype, name in _NAMES.items()}
     header: dict[str, Any] = {}
     end = 0
@@ -320,3 +325,6 @@ def _write_sparse(path: Path, entries: Entries) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
+        for name in (contents or {}).keys() & entries.keys():
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write((contents or {})[name].numpy().tobytes())
