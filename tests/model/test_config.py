@@ -188,6 +188,13 @@ def test_a_damaged_config_is_refused(settings: dict[str, Any], message: str) -> 
         spec_of(BASE | settings)
 
 
+def test_a_config_without_architectures_is_of_its_model_type() -> None:
+    """transformers' AutoModelForCausalLM goes by model_type alone."""
+    for without in ({}, {"architectures": None}, {"architectures": []}):
+        assert family_of_config({"model_type": "qwen3"} | without).name == "qwen3"
+    assert family_of_config({"architectures": ["LLaMAForCausalLM"]}).name == "llama"
+
+
 @pytest.mark.parametrize("config", [{"architectures": ["GPT2LMHeadModel"]}, {}])
 def test_an_unknown_architecture_names_the_supported_ones(config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*Phi3ForCausalLM"):

@@ -89,14 +89,15 @@ def class_of(config: Mapping[str, Any], *, is_part: bool = False) -> str | None:
     """Return the class by which transformers serves a config as a causal language model.
 
     Without code from the checkpoint; None if there is none. A text part is known by its
-    `model_type` alone, for `architectures` names the whole.
+    `model_type` alone, for `architectures` names the whole; so is a config without any.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     named = config.get("architectures")
-    architectures = named if isinstance(named, list) else []
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
-    return found if isinstance(found, str) and (is_part or found in architectures) else None
+    if not isinstance(found, str) or is_part or not named:
+        return found if isinstance(found, str) else None
+    return found if isinstance(named, list) and found in named else None
 
 
 def class_of_whole(config: Mapping[str, Any]) -> str | None:
@@ -169,7 +170,15 @@ def _described_as(
     is_whole: bool = False,
 ) -> tuple[FallbackModel, DecoderSpec]:
     settings = _config_of(config, origin)
-    model = build_empty(name, settings, is_whole=is_whole)
+    try:
+        model = build_empty(name, settings, is_whole=is_whole)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers raises what it likes for settings that are wrong
+        raise UnsupportedModelError(
+            f"transformers cannot build {name} by the settings of {origin}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     text = settings.get_text_config()
     _check_ropes(config.get("text_config", config) if is_whole else config, model)
     _check_layer_types(getattr(text, "layer_types", None))

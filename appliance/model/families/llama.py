@@ -37,7 +37,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
 LLAMA = Family(
     name="llama",
     model_type="llama",
-    architectures=("LlamaForCausalLM",),
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
     read=_read,
     gguf=GGUFMapping("llama", _gguf, GGUF_NAMES, interleaved_rope=True),
 )

@@ -141,6 +141,8 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family if family.covers(config) else None
+    if not architectures and (family := family_of_text(config)) is not None:
+        return family
     if find_encoder(config) is not None:
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, architectures))} is an encoder, which generates no "
