@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from dense_models import DENSE, longrope
 from relatives import FOLDERS, RELATIVES
-from safetensors.torch import save_file
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import CPU, REFERENCE
@@ -86,38 +84,3 @@ def test_longrope_is_short_where_the_context_is(
     assert_equal_logits(our_logits(path, REFERENCE, token_ids, context_length=64), theirs)
     long = our_logits(path, REFERENCE, token_ids, context_length=65)
     assert (long - theirs).abs().max() > 0.1
-
-
-def test_internlm2_is_llama_with_rows_by_key_head(
-    make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
-) -> None:
-    """Its maker's code takes a key head's queries, its key and its value from neighbouring rows."""
-    model = make_model("llama", num_key_value_heads=2)
-    path = save(model)
-    state = model.state_dict()
-    stored = {
-        "model.tok_embeddings.weight": state["model.embed_tokens.weight"],
-        "model.norm.weight": state["model.norm.weight"],
-        "output.weight": state["lm_head.weight"],
-    }
-    for index in range(model.config.num_hidden_layers):
-        ours = theirs = f"model.layers.{index}."
-        parts = [state[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]
-        groups = [part.unflatten(0, (2, -1)) for part in parts]
-        stored[f"{ours}attention.wqkv.weight"] = torch.cat(groups, dim=1).flatten(0, 1)
-        for own, name in (
-            ("attention.wo", "self_attn.o_proj"),
-            ("feed_forward.w1", "mlp.gate_proj"),
-            ("feed_forward.w3", "mlp.up_proj"),
-            ("feed_forward.w2", "mlp.down_proj"),
-            ("attention_norm", "input_layernorm"),
-            ("ffn_norm", "post_attention_layernorm"),
-        ):
-            stored[f"{ours}{own}.weight"] = state[f"{theirs}{name}.weight"].clone()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors"
-    )
-    config = json.loads((path / "config.json").read_text())
-    config |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}
-    (path / "config.json").write_text(json.dumps(config))
-    assert_equal_logits(our_logits(path, REFERENCE, token_ids), reference_logits(model, token_ids))

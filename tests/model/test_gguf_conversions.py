@@ -124,7 +124,7 @@ def write(
     return write_gguf_file(
         folder / "model.gguf",
         architecture or architecture_of(model.config),
-        gguf_settings(model.config) | changes,
+        {k: v for k, v in (gguf_settings(model.config) | changes).items() if v is not None},
         tensors | (extra or {}),
         packed or (lambda name, data: None),
     )
@@ -147,25 +147,40 @@ def test_a_gguf_file_answers_as_the_checkpoint_it_was_made_from(
     torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "model_type"),
-    [
-        *(("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")),
-        ("internlm2", "llama"),  # whose converter parts its fused matrices
-    ],
-)
+IMAGES: dict[str, Any] = {"rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 3}
+MINICPM = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 1.4 / 3**0.5,
+    "logits_scaling": 64 / 256,
+    "attention_multiplier": 16**-0.5,
+}
+# Labels of files whose tensors are as another architecture's: that one's type in transformers, its
+# settings, and what the file says otherwise; None: it does not say it.
+LABELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2vl": ("qwen2", {}, IMAGES),
+    "qwen3vl": ("qwen3", {}, IMAGES),
+    "qwen3vlmoe": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []}, IMAGES),
+    "internlm2": ("llama", {}, {}),  # whose converter parts its fused matrices
+    "minicpm": ("granite", MINICPM, {"attention.scale": None}),
+    # Older files lack what all models had.
+    "minicpm old": (
+        "granite",
+        MINICPM,
+        dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
+    ),
+}
+
+
+@pytest.mark.parametrize("label", LABELS)
 def test_another_label_changes_no_answer(
-    architecture: str,
-    model_type: str,
+    label: str,
     make_model: Callable[..., Any],
     tmp_path: Path,
     token_ids: list[int],
 ) -> None:
-    settings = EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []} if "moe" in model_type else {}
+    model_type, settings, changes = LABELS[label]
     model = make_model(model_type, **SIZES | settings)
-    images: dict[str, Any] = {"rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 3}
-    extra = images if "vl" in architecture else {}
-    path = write(tmp_path, model, architecture=architecture, **extra)
+    path = write(tmp_path, model, architecture=label.split()[0], **changes)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)

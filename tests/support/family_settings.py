@@ -231,6 +231,8 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "cohere": [{"logit_scale": 0.5, "layer_norm_eps": 1e-5}],
     "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
     "starcoder2": [{"sliding_window": 3, "use_bias": True}],
+    "minicpm": [{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}],
+    "minicpm3": [LATENT | {"num_key_value_heads": 2, "q_lora_rank": 24}],
     "internlm2": [{"bias": True}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
     "olmo2": [{"attention_bias": True}],
     "olmo3": [
@@ -360,6 +362,13 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "use_parallel_residual": True},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
     "internlm2": {},
+    "minicpm": {"embedding_scale": 12.0, "residual_scale": 0.5, "logit_scale": 2.0},
+    "minicpm3": {
+        "attention.q_lora_rank": 8,
+        "attention.kv_lora_rank": 8,
+        "attention.key_length": 16,
+        "rope.dimension_count": 8,
+    },
     "olmo2": {"attention.sliding_window": 3, "attention.sliding_window_pattern": [True, False]},
     "exaone4": {"attention.sliding_window": 3, "attention.sliding_window_pattern": 2},
     "hunyuan-dense": {"rope.scaling.type": "none"},

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "granite": "granite",
+    "minicpm3": "minicpm3",
     "granitemoe": "granitemoe",
     "granitemoehybrid": "granitehybrid",
     "bamba": "granitehybrid",
@@ -150,6 +151,12 @@ def _latent(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     return extra
 
 
+def _minicpm3(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    del found["attention.value_length"]
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return {"attention.key_length": width, "rope.dimension_count": config.qk_rope_head_dim}
+
+
 def _mamba2(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     is_bamba, layers = config.model_type == "bamba", range(config.num_hidden_layers)
     listed = config.attn_layer_indices if is_bamba else []
@@ -270,6 +277,7 @@ def _falcon(config: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 
 _OF_FAMILY = {
+    "minicpm3": _minicpm3,
     "mistral4": _latent,
     "deepseek_v2": _latent,
     "deepseek_v3": _latent,
@@ -325,7 +333,7 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     elif of_experts:
         known = f"model.layers.{number}.mlp" if kind == "nemotron_h" else layer
         yield f"{known}.experts.{part}.weight", tensor
-    elif name.endswith("kv_b_proj.weight"):
+    elif name.endswith("kv_b_proj.weight") and kind != "minicpm3":
         heads = tensor.unflatten(0, (config.num_attention_heads, -1))
         keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         yield name.replace("kv_b", "k_b"), keys.mT

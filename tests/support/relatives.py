@@ -31,6 +31,19 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     "starcoder2": ("starcoder2", {"sliding_window": 4096}),
+    "minicpm3": (
+        "minicpm3",
+        {
+            "num_key_value_heads": None,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+    ),
     # Norms behind attention and MLP alone, of all heads at once, or after RoPE.
     "olmo2": ("olmo2", {}),
     "olmo3": (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.class_defaults import class_defaults
+from appliance.model.families.class_defaults import ClassDefaults, class_defaults
 from appliance.model.families.limits import check_spec
 from appliance.model.families.reader import ConfigReader
 from appliance.model.names import DraftHeadNames, TensorNames
@@ -66,6 +66,7 @@ class Family:
         labelled: mapping of the family whose label its GGUF files have, if they have no own; they
             are read as that family's.
         draft_head: names of the draft head in its checkpoints, if they can have one.
+        defaults: of its maker's configuration class, if transformers has none.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Family:
     gguf: GGUFMapping | None = None
     labelled: GGUFMapping | None = None
     draft_head: DraftHeadNames | None = None
+    defaults: ClassDefaults | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
         """Build the decoder's spec from a Hugging Face config.
@@ -99,4 +101,4 @@ class Family:
     def reader(self, config: Mapping[str, Any], origin: str = "config.json") -> ConfigReader:
         """Return a reader of a Hugging Face config that knows its class's defaults."""
         usual = class_defaults(config.get("model_type")) or class_defaults(self.model_type)
-        return ConfigReader(config, origin, usual)
+        return ConfigReader(config, origin, usual or self.defaults)

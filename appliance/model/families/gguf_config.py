@@ -222,12 +222,18 @@ def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
     return config
 
 
-def gguf_latent(meta: ConfigReader) -> dict[str, Any]:
-    """Read the settings of latent attention in newer and older files."""
+def gguf_latent(meta: ConfigReader, value_width: int | None = None) -> dict[str, Any]:
+    """Read the settings of latent attention in newer and older files.
+
+    `value_width` is that of a head's values if the file does not say it.
+    """
     rank = "attention.q_lora_rank"
     turning = meta.integer("rope.dimension_count")
     width = meta.integer("attention.key_length_mla", meta.integer("attention.key_length"))
-    values = meta.integer("attention.value_length_mla", meta.integer("attention.value_length"))
+    values = meta.integer(
+        "attention.value_length_mla",
+        value_width or meta.integer("attention.value_length"),
+    )
     return {
         "q_lora_rank": None if meta.value(rank) is None else meta.integer(rank),
         "kv_lora_rank": meta.integer("attention.kv_lora_rank"),

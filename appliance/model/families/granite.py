@@ -1,8 +1,4 @@
-"""Granite 3 and 4: multipliers everywhere; in hybrids Mamba-2 in most layers, and a shared MLP.
-
-Layers add m * y to the stream x. The spec divides the stream by m instead: layers add y, and norms
-give the same result with eps divided by m^2.
-"""
+"""Granite 3 and 4: multipliers everywhere; in hybrids Mamba-2 in most layers, and a shared MLP."""
 
 from __future__ import annotations
 
@@ -32,6 +28,7 @@ from appliance.model.families.standard import (
     read_decoder,
     read_head_dim,
     read_layer_kinds,
+    with_multipliers,
 )
 from appliance.model.names import ExpertNames, TensorNames
 
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
         DecoderSpec,
         ExpertsSpec,
         MixerSpec,
-        NormSpec,
         RopeSpec,
     )
 
@@ -116,17 +112,11 @@ def _read_experts(config: ConfigReader) -> ExpertsSpec:
 
 
 def _with_multipliers(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
-    added = config.number("residual_multiplier")
-
-    def of_stream(norm: NormSpec) -> NormSpec:
-        return replace(norm, eps=norm.eps / added**2)
-
-    return replace(
+    return with_multipliers(
         spec,
-        layers=tuple(replace(layer, norm=of_stream(layer.norm)) for layer in spec.layers),
-        final_norm=of_stream(spec.final_norm),
-        embedding_scale=config.number("embedding_multiplier") / added,
-        logit_scale=1.0 / config.number("logits_scaling"),
+        added=config.number("residual_multiplier"),
+        embedding=config.number("embedding_multiplier"),
+        logits=1.0 / config.number("logits_scaling"),
     )
 
 

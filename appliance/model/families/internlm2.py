@@ -1,7 +1,7 @@
 """InternLM 2 and 2.5: Llama whose query, key and value share a matrix, by key head.
 
 transformers has no class of it; the rule is the code that its maker publishes beside the weights,
-which is never run. Its "dynamic" RoPE is plain within the trained context.
+which is never run.
 """
 
 from __future__ import annotations
@@ -9,36 +9,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
-from appliance.model.families.rope import rope_section, scaled_rope
+from appliance.model.families.rope import read_rope_of_context
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import TensorNames
-from appliance.model.spec import RopeSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
-_THETA = 10000.0  # for configs without it
-
 
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim, bias = read_head_dim(config), config.flag("bias")
     attention = read_attention(
-        config, _read_rope(config, head_dim), head_dim, qkv_bias=bias, output_bias=bias
+        config, read_rope_of_context(config, head_dim), head_dim, qkv_bias=bias, output_bias=bias
     )
     layers = [attention] * config.integer("num_hidden_layers")
     return read_decoder(config, "internlm2", layers)
-
-
-def _read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    section, theta = rope_section(config), config.number("rope_theta", _THETA)
-    if (section.value("rope_type") or section.value("type")) != "dynamic":
-        return scaled_rope(config, section, theta, head_dim)
-    # Its factor counts beyond `max_position_embeddings`, which no sequence reaches.
-    return RopeSpec(theta=section.number("rope_theta", theta), rotary_dim=head_dim)
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
@@ -71,5 +61,21 @@ INTERNLM2 = Family(
         GGUF_NAMES,
         interleaved_rope=True,
         own_names=replace(TensorNames(), embedding="model.tok_embeddings", head="output"),
+    ),
+    defaults=ClassDefaults(
+        values={
+            "vocab_size": 103168,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "bias": True,
+            "rope_theta": 10000.0,
+        },
+        known=frozenset({"num_key_value_heads", "rope_scaling"}),
     ),
 )

@@ -23,6 +23,7 @@ from appliance.model.families.hunyuan import HUNYUAN
 from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.llama import LLAMA
+from appliance.model.families.minicpm import MINICPM, MINICPM3
 from appliance.model.families.minimax_m2 import MINIMAX_M2
 from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
@@ -101,6 +102,8 @@ FAMILIES: tuple[Family, ...] = (
     STABLELM,
     STARCODER2,
     INTERNLM2,
+    MINICPM,
+    MINICPM3,
 )
 
 _FOLDER = "; use the folder that it was made from, which transformers' modules run"

@@ -59,6 +59,18 @@ def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> 
     return scaled_rope(config, section, "rope_theta", head_dim, partial, share)
 
 
+def read_rope_of_context(config: ConfigReader, head_dim: int) -> RopeSpec:
+    """Read the rotary settings of a class whose "dynamic" scaling starts behind its context.
+
+    That scaling grows with what is beyond `max_position_embeddings`, which no sequence reaches.
+    """
+    section = rope_section(config)
+    if (section.value("rope_type") or section.value("type")) != "dynamic":
+        return read_rope(config, head_dim)
+    theta = section.number("rope_theta", config.number("rope_theta"))
+    return RopeSpec(theta=theta, rotary_dim=head_dim)
+
+
 def rope_section(config: ConfigReader) -> ConfigReader:
     """Return the section of rotary settings, of the old style if both are there."""
     old = config.section("rope_scaling", _OF_SECTION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import CheckpointError
@@ -158,6 +159,31 @@ def _context_length(config: ConfigReader, mixers: Sequence[MixerSpec | None]) ->
         if rope is not None and rope.scaling is RopeScaling.YARN
     ]
     return max(config.integer("max_position_embeddings"), *scaled, 0)
+
+
+def with_multipliers(
+    spec: DecoderSpec, *, added: float, embedding: float, logits: float
+) -> DecoderSpec:
+    """Return a decoder whose layers add `added` times their output to the stream.
+
+    The spec divides the stream by that factor instead: layers add their output, and norms give the
+    same result with eps divided by the factor's square.
+
+    Args:
+        embedding: factor of embeddings.
+        logits: factor of logits.
+    """
+
+    def of_stream(norm: NormSpec) -> NormSpec:
+        return replace(norm, eps=norm.eps / added**2)
+
+    return replace(
+        spec,
+        layers=tuple(replace(layer, norm=of_stream(layer.norm)) for layer in spec.layers),
+        final_norm=of_stream(spec.final_norm),
+        embedding_scale=embedding / added,
+        logit_scale=logits,
+    )
 
 
 def _read_mlps(
