@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from appliance.errors import CheckpointError
 from appliance.files import FileIdentity
+from appliance.gguf.ollama import as_llama_cpp
 from appliance.gguf.types import TENSOR_TYPES, TensorType, check_readable, unknown_type
 from appliance.gguf_names import parts_of
 
@@ -108,7 +109,7 @@ def starts_as_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
-    """Read and check the header of a GGUF model.
+    """Read and check the header of a GGUF model, under llama.cpp's names.
 
     Args:
         path: its file, or any part of a model that is split over several.
@@ -124,7 +125,7 @@ def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
     if set(counts) != {len(files)}:
         raise _not_of(path, f"their headers count {counts[0]} parts, and the name {len(files)}")
     if len(files) == 1:
-        return headers[0]
+        return as_llama_cpp(headers[0])
     numbers = [header.metadata.get("split.no") for header in headers]
     if numbers != list(range(len(files))):
         raise _not_of(path, f"their headers have the numbers {numbers}")

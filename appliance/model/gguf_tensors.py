@@ -26,6 +26,9 @@ FUSED = "attn_qkv"  # rows of queries, then of keys, then of values
 APART = ("attn_q", "attn_k", "attn_v")
 _OWN_APART = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
+# How names of other parts of a model begin, which Ollama keeps in the same file.
+OTHER_PARTS = ("v.", "mm.", "a.", "s.")
+
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -116,7 +119,7 @@ def unplaced(
     factors = _factors(spec)
 
     def is_unused(name: str) -> bool:
-        if name in factors or name.startswith(unread):
+        if name in factors or name.startswith((*unread, *OTHER_PARTS)):
             return True
         block = _BLOCK.match(name)
         if block is not None and len(spec.layers) <= int(block[1]) < num_blocks:

@@ -11,12 +11,13 @@ from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
-from appliance.model.gguf_tensors import FUSED, names_of_file, unplaced
+from appliance.model.gguf_tensors import FUSED, OTHER_PARTS, names_of_file, unplaced
 from appliance.model.linear import LinearPart, halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
 from appliance.model.row_orders import attention_rows
 from appliance.model.spec import AttentionSpec, ExpertsSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
+from appliance.model.text_part import left_out
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,12 +142,16 @@ class GGUFWeights:
         return place.stored if len(self.shape(name)) == 2 else None
 
     def notes(self) -> tuple[str, ...]:
-        """Report the loss in types that the packed form cannot hold exactly."""
+        """Say what is left out, and the loss in types that the packed form cannot hold exactly."""
+        others = sum(name.startswith(OTHER_PARTS) for name in self._file.tensor_names())
         losses = self._file.losses()
         if not losses:
-            return ()
+            return left_out(others)
         each = ", ".join(f"{name} {error:.2%}" for name, error in sorted(losses.items()))
-        return (f"brought into packed form with a relative error of the weights of {each}",)
+        return (
+            *left_out(others),
+            f"brought into packed form with a relative error of the weights of {each}",
+        )
 
     def load(self, name: str) -> Weight:
         return self.load_rows(name, 0, self.shape(name)[0])

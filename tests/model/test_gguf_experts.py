@@ -195,6 +195,35 @@ def test_packed_experts_keep_their_codes(
     assert torch.equal(alone, found)
 
 
+def test_names_that_ollama_gives_to_gpt_oss_are_known(
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    token_ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As ollama/ollama's convert_gptoss.go, which leaves out that its scaling is YaRN."""
+    original = write_gguf_file
+    names = {"attn_output.": "attn_out.", "sinks.weight": "sinks", "post_attention_": "ffn_"}
+
+    def write(path: Path, _: str, settings: dict[str, Any], tensors: Any, *others: Any) -> Path:
+        del settings["rope.scaling.type"]
+        found = {}
+        for name, tensor in tensors.items():
+            for ours, theirs in names.items():
+                name = name.replace(ours, theirs)
+            found[name] = tensor
+        return original(path, "gptoss", settings, found, *others)
+
+    monkeypatch.setitem(globals(), "write_gguf_file", write)
+    model_type, settings = EXPERTS["gpt_oss"]
+    model = make_model(model_type, **SIZES | settings | {"swiglu_limit": 7.0})
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    source = open_model(write_gguf(tmp_path, model, "gpt-oss"))
+    decoder = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
+    torch.testing.assert_close(logits_of(decoder, token_ids), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_experts_in_mxfp4_are_those_of_the_packed_checkpoint(
     make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:

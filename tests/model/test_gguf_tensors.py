@@ -194,7 +194,6 @@ def test_both_forms_of_latent_heads_may_be_there(
         ("blk.3.attn_norm.weight", (96,)),
         ("token_types.weight", (2, 96)),
         ("rope_factors_short.weight", (8,)),
-        ("v.patch_embd.weight", (4, 4)),
         ("dense_2.weight", (96, 96)),
     ],
 )

@@ -1,8 +1,9 @@
 """The settings of a GGUF file: which of llama.cpp's keys count, and at which values.
 
-The keys are all of llama.cpp's table (src/llama-arch.cpp). Its own defaults (src/llama-hparams.h)
-are as good as no key: converters leave them out, and its model saver writes all of them. A key
-that nobody reads is refused with its value, unless a table here says why it may be there.
+The keys are all of llama.cpp's table (src/llama-arch.cpp), and those that only Ollama writes.
+llama.cpp's own defaults (src/llama-hparams.h) are as good as no key: converters leave them out, and
+its model saver writes all of them. A key that nobody reads is refused with its value, unless a
+table here says why it may be there.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ _WITHOUT_EFFECT = frozenset(
         "expert_used_count", "expert_weights_norm", "leading_dense_block_count",
     }
 )  # fmt: skip
+# How settings of vision and audio begin in Ollama's files, and of their tokens' places in a text.
+_OF_OTHER_PARTS = (
+    "vision.", "audio.", "sam.", "mm.", "image_token_", "vision_start_token_", "vision_end_token_",
+    "spatial_merge_size", "rope.mrope_interleaved",
+)  # fmt: skip
 # Values at which a key that nobody reads changes nothing. Caps are llama.cpp's defaults for the
 # few architectures that have one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -83,12 +89,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "interleave_moe_layer_step": (1,),
     "logit_scale": (1,),
     "moe_every_n_layers": (1,),
+    "norm_top_k_prob": (True,),
     "num_loops": (1,),
     "residual_scale": (1,),
     "rope.scale_linear": (1,),
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
     "router_logit_softcapping": (30,),
+    "ssm.v_head_reordered": (True,),
 }
 # Keys of layers with a window, and the key of all layers that they repeat if there are none.
 _OF_WINDOWS = {
@@ -111,7 +119,11 @@ class GGUFSettings(ConfigReader):
         prefix = f"{architecture}."
         stored = file.metadata.items()
         found = {key.removeprefix(prefix): v for key, v in stored if key.startswith(prefix)}
-        values = {key: value for key, value in found.items() if not _is_unset(key, value)}
+        values = {
+            key: value
+            for key, value in found.items()
+            if not _is_unset(key, value) and not key.startswith(_OF_OTHER_PARTS)
+        }
         super().__init__(values, f"{file.path}: {architecture}")
 
     def flag(self, key: str, default: bool = False) -> bool:
