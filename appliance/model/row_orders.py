@@ -24,6 +24,10 @@ def head_rows(spec: AttentionSpec, names: TensorNames, part: int) -> NDArray[np.
         return attention_rows(spec)
     if not names.rotated_pairs or not spec.rope.rotary_dim or part > 1:
         return None
+    if len(names.qkv) == 1:
+        rows = rotated_rows(spec, spec.num_heads + spec.num_kv_heads)
+        values = np.arange(spec.num_kv_heads * spec.head_dim) + len(rows)
+        return np.concatenate((rows, values))
     return rotated_rows(spec, spec.num_heads if part == 0 else spec.num_kv_heads)
 
 

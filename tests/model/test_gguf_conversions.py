@@ -115,10 +115,14 @@ def write(
     packed: Any = None,
     architecture: str = "",
     extra: dict[str, Tensor] | None = None,
+    fuse: bool = False,
     **changes: Any,
 ) -> Path:
     model.save_pretrained(folder / "original", save_original_format=False)
     tensors = gguf_tensors(load_file(folder / "original/model.safetensors"), model.config)
+    for name in [name for name in tensors if ".attn_q." in name and fuse]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)
     if model.config.tie_word_embeddings:
         tensors.pop("output.weight", None)
     return write_gguf_file(
@@ -162,6 +166,8 @@ LABELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3vlmoe": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []}, IMAGES),
     "internlm2": ("llama", {}, {}),  # whose converter parts its fused matrices
     "minicpm": ("granite", MINICPM, {"attention.scale": None}),
+    "qwen": ("qwen2", {"num_key_value_heads": 4}, {"feed_forward_length": 152}),
+    "chatglm": ("glm", {"attention_bias": True}, {}),
     # Older files lack what all models had.
     "minicpm old": (
         "granite",
@@ -180,7 +186,8 @@ def test_another_label_changes_no_answer(
 ) -> None:
     model_type, settings, changes = LABELS[label]
     model = make_model(model_type, **SIZES | settings)
-    path = write(tmp_path, model, architecture=label.split()[0], **changes)
+    fuse = label in ("qwen", "chatglm")
+    path = write(tmp_path, model, architecture=label.split()[0], fuse=fuse, **changes)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)

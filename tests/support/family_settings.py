@@ -231,6 +231,8 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "cohere": [{"logit_scale": 0.5, "layer_norm_eps": 1e-5}],
     "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
     "starcoder2": [{"sliding_window": 3, "use_bias": True}],
+    "qwen": [{"num_key_value_heads": 2, "intermediate_size": 96}],
+    "chatglm": [{"multi_query_attention": True, "add_qkv_bias": True, "rope_ratio": 50}],
     "minicpm": [{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}],
     "minicpm3": [LATENT | {"num_key_value_heads": 2, "q_lora_rank": 24}],
     "internlm2": [{"bias": True}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
@@ -362,6 +364,8 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "use_parallel_residual": True},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
     "internlm2": {},
+    "qwen": {"attention.head_count_kv": 2},
+    "chatglm": {"rope.dimension_count": 8},
     "minicpm": {"embedding_scale": 12.0, "residual_scale": 0.5, "logit_scale": 2.0},
     "minicpm3": {
         "attention.q_lora_rank": 8,

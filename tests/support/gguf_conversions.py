@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "seed_oss": "seed_oss",
     "ernie4_5": "ernie4_5",
+    "glm": "chatglm",
     "glm4": "glm4",
     "cohere": "command-r",
     "cohere2": "cohere2",

@@ -27,9 +27,10 @@ class Maker:
         relative: the class's `model_type` in transformers.
         settings: of that class.
         config: settings that the folder adds to the sizes that both name alike.
-        renamed: names that the maker gives to modules, by the relative's; the first that fits.
+        renamed: parts of names that the maker replaces, by the relative's.
         joined: turns the tensors of a layer that the maker stores together.
         unnamed: settings of the relative that the folder names otherwise, or not at all.
+        buffers: further tensors, which the arithmetic repeats.
     """
 
     relative: str
@@ -38,6 +39,7 @@ class Maker:
     renamed: dict[str, str] = field(default_factory=dict)
     joined: Callable[[dict[str, Tensor]], Parts] | None = None
     unnamed: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 def _by_key_head(state: dict[str, Tensor]) -> Parts:
@@ -50,6 +52,19 @@ def _by_key_head(state: dict[str, Tensor]) -> Parts:
                 name.replace("self_attn.q_proj", "attention.wqkv"),
                 torch.cat(groups, dim=1).flatten(0, 1),
             )
+
+
+def _fused(own: str) -> Callable[[dict[str, Tensor]], Parts]:
+    """Query, key and value one after another, under one name."""
+
+    def joined(state: dict[str, Tensor]) -> Parts:
+        for name in [name for name in state if "self_attn.q_proj" in name]:
+            layer, _, kind = name.partition("self_attn.q_proj.")
+            number = layer.split(".")[2]
+            parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            yield f"{own.format(number)}.{kind}", torch.cat(parts)
+
+    return joined
 
 
 _MINICPM = {
@@ -86,6 +101,73 @@ MAKERS: dict[str, Maker] = {
         },
         _by_key_head,
     ),
+    "qwen": Maker(
+        "qwen2",
+        {"num_key_value_heads": 6, "head_dim": 10, "rms_norm_eps": 1e-6},
+        {
+            "architectures": ["QWenLMHeadModel"],
+            "model_type": "qwen",
+            "intermediate_size": 152,
+            "kv_channels": 10,
+            "seq_length": 64,
+            "rotary_emb_base": 10000,
+        },
+        {
+            "model.embed_tokens": "transformer.wte",
+            "model.norm": "transformer.ln_f",
+            "model.layers": "transformer.h",
+            "self_attn.o_proj": "attn.c_proj",
+            "mlp.gate_proj": "mlp.w2",
+            "mlp.up_proj": "mlp.w1",
+            "mlp.down_proj": "mlp.c_proj",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+        },
+        _fused("transformer.h.{}.attn.c_attn"),
+        ("num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope_parameters"),
+    ),
+    "chatglm": Maker(
+        "glm",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        {
+            "architectures": ["ChatGLMModel"],
+            "model_type": "chatglm",
+            "add_qkv_bias": True,
+            "ffn_hidden_size": 76,
+            "kv_channels": 16,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "num_layers": 3,
+            "padded_vocab_size": 97,
+            "rope_ratio": 0.05,
+            "seq_length": 128,
+        },
+        {
+            "model.embed_tokens": "transformer.embedding.word_embeddings",
+            "model.norm": "transformer.encoder.final_layernorm",
+            "lm_head": "transformer.output_layer",
+            "model.layers": "transformer.encoder.layers",
+            "self_attn.o_proj": "self_attention.dense",
+            "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        _fused("transformer.encoder.layers.{}.self_attention.query_key_value"),
+        (
+            *("num_hidden_layers", "vocab_size", "intermediate_size", "head_dim", "rms_norm_eps"),
+            *("max_position_embeddings", "num_key_value_heads", "attention_bias", "hidden_act"),
+            *("rope_parameters", "partial_rotary_factor"),
+        ),
+        ("transformer.rotary_pos_emb.inv_freq",),
+    ),
     "minicpm": Maker(
         "granite",
         _AS_MINICPM,
@@ -112,8 +194,10 @@ def save_as_maker(case: str, model: Any, folder: Path) -> Path:
     state = load_file(folder / "model.safetensors")
     made = {} if maker.joined is None else dict(maker.joined(state))
     for name, tensor in state.items():
-        parts = (name.replace(old, own) for old, own in maker.renamed.items() if old in name)
-        made[next(parts, name)] = tensor
+        for old, own in maker.renamed.items():
+            name = name.replace(old, own)
+        made[name] = tensor
+    made |= {name: torch.ones(2) for name in maker.buffers}
     made = {name: tensor.contiguous().clone() for name, tensor in made.items()}
     save_file(made, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())

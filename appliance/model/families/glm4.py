@@ -66,6 +66,7 @@ GLM = Family(
     architectures=("GlmForCausalLM",),
     read=_read,
     names=_NAMES,
+    gguf=GGUFMapping("chatglm", _gguf, _GGUF_NAMES),
 )
 GLM4 = Family(
     name="glm4",

@@ -137,6 +137,8 @@ RANGES: dict[str, Range] = {
     "logits_scaling": _FACTOR,
     "residual_multiplier": _FACTOR,
     "scale_emb": _FACTOR,
+    "rope_ratio": _FACTOR,
+    "seq_length": _CONTEXT,
     "scale_depth": _FACTOR,
     "dim_model_base": _WIDTH,
     "attention.layer_norm_rms_epsilon": _EPSILON,

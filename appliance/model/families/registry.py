@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import UnsupportedModelError
 from appliance.model.encoder.families import find_encoder
 from appliance.model.families.bamba import BAMBA
+from appliance.model.families.chatglm import CHATGLM
 from appliance.model.families.cohere import COHERE, COHERE2
 from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from appliance.model.families.ernie4_5 import ERNIE4_5
@@ -33,6 +34,7 @@ from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from appliance.model.families.olmo2 import OLMO2, OLMO3
 from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
+from appliance.model.families.qwen import QWEN
 from appliance.model.families.qwen2 import QWEN2, QWEN2_VL
 from appliance.model.families.qwen2_moe import QWEN2_MOE
 from appliance.model.families.qwen3 import QWEN3, QWEN3_VL
@@ -104,6 +106,8 @@ FAMILIES: tuple[Family, ...] = (
     INTERNLM2,
     MINICPM,
     MINICPM3,
+    QWEN,
+    CHATGLM,
 )
 
 _FOLDER = "; use the folder that it was made from, which transformers' modules run"

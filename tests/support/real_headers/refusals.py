@@ -11,13 +11,11 @@ _CODE = "code that comes with a checkpoint"
 FAMILIES: dict[str, str] = {
     # Transformers has no class of its own, and code that comes with a checkpoint is never run.
     "baichuan": _CODE,
-    "chatglm": _CODE,
     "falcon_perception": _CODE,
     "internvl_chat": _CODE,  # where its language model is InternLM 2
     "minicpm": _CODE,
     "molmo": _CODE,
     "nemotron-nas": _CODE,
-    "qwen": _CODE,
     "None": _CODE,  # MiniCPM 3 without its model_type
     # Arithmetic that neither our kernels nor transformers' modules over our cache have.
     "deepseek_ref": "recurrent|sparse|DeepseekV4",  # DeepSeek V4 by another name
