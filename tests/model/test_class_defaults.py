@@ -16,11 +16,10 @@ from recurrent_models import RECURRENT
 from relatives import RELATIVES
 from teacher_forcing import logits_of
 
-from appliance.errors import ModelError
 from appliance.kernels.backend import REFERENCE
 from appliance.model.families.registry import FAMILIES
 from appliance.model.loader import load_decoder
-from appliance.model.source import ModelSource, open_model
+from appliance.model.source import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,47 +51,11 @@ MODELS = (
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 WIDE = {"hidden_size": 96}
-# Settings that contradict others when they change: a refusal names the others.
-OPPOSED = {
-    "enable_moe_block": ["use_double_wide_mlp"],
-    "layer_types": ["per_layer_config", "num_kv_shared_layers", "sliding_window"],
-    "n_embed": ["num_attention_heads"],
-    "num_experts": ["n_routed_experts"],
-    "num_local_experts": ["n_routed_experts"],
-    "qk_nope_head_dim": ["partial_rotary_factor"],
-    "qk_rope_head_dim": ["partial_rotary_factor"],
-    "rope_type": ["partial_rotary_factor"],
-}
-# Without these the defaults of others do not fit the rest: refused by their names.
-NEEDED = {"num_experts_per_tok", "topk_group", "rope_type"}
-# transformers fails without the first two, and with the last beside no embeddings of layers.
-OPEN = {"llama_4_scaling_beta", "rope_type", "num_kv_shared_layers"}
 
 
-def ours_of(source: ModelSource, token_ids: list[int]) -> torch.Tensor:
-    decoder = load_decoder(source, REFERENCE, torch.device("cpu"), torch.float32)
+def ours_of(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    decoder = load_decoder(open_model(folder), REFERENCE, torch.device("cpu"), torch.float32)
     return logits_of(decoder, token_ids)
-
-
-def disagreement(
-    change: changed_settings.Change,
-    theirs: torch.Tensor | None,
-    ours: torch.Tensor | None,
-    message: str,
-) -> str:
-    """Say how both differ on a change; empty if they agree, or we refuse it as we may."""
-    key = change.key
-    names = (key, *OPPOSED.get(key, ()), "tensor ")
-    if ours is None and not any(name in message for name in names):
-        return f"{change}: refused without its name: {message}"
-    if theirs is None:
-        fine = ours is None or key in OPEN
-        return "" if fine else f"{change}: accepted, and refused by transformers"
-    if ours is None:
-        fine = change.how == "flip" or "tensor " in message or key in NEEDED
-        return "" if fine else f"{change}: refused, and accepted by transformers: {message}"
-    same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=3e-4, rtol=1e-4)
-    return "" if same else f"{change}: other logits"
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -102,25 +65,11 @@ def test_a_changed_setting_means_what_it_means_to_transformers(
     model_type, settings = ALL[name]
     model = make_model(model_type, **(WIDE if name in CENTERED else SIZES) | settings)
     folder, oracle = save(model), changed_settings.Oracle(model, token_ids)
-    config = json.loads((folder / "config.json").read_text())
-    unchanged = open_model(folder)
-    usual = ours_of(unchanged, token_ids)
-    expected = oracle.logits(config)
+    expected = oracle.logits(json.loads((folder / "config.json").read_text()))
     assert expected is not None
-    torch.testing.assert_close(usual, expected, atol=1e-4, rtol=0)
-    found, compared = [], 0
-    for change in changed_settings.changes(config):
-        changed_settings.write(change.config, folder)
-        theirs, ours, message = oracle.logits(change.config), None, ""
-        try:
-            source = open_model(folder)
-        except ModelError as error:
-            message = str(error)
-        else:
-            if source.spec == unchanged.spec and theirs is None:
-                continue  # without effect here, whatever it is
-            ours = usual if source.spec == unchanged.spec else ours_of(source, token_ids)
-        compared += theirs is not None and ours is not None
-        found.append(disagreement(change, theirs, ours, message))
-    assert "\n".join(text for text in found if text) == ""
+    torch.testing.assert_close(ours_of(folder, token_ids), expected, atol=1e-4, rtol=0)
+    found, compared = changed_settings.disagreements(
+        folder, oracle, lambda: open_model(folder).spec, lambda: ours_of(folder, token_ids)
+    )
+    assert "\n".join(found) == ""
     assert compared > 6  # not all is refused

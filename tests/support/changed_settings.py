@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from class_tables import settings_of
+
+from appliance.errors import ApplianceError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +25,21 @@ HARMLESS = {
     *("rescale_prenorm_residual", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise"),
     *("use_cache", "use_mamba_kernels", "z_loss_coefficient", "dropout", "layerdrop"),
 }
+# Settings that contradict others when they change: a refusal names the others.
+_OPPOSED = {
+    "enable_moe_block": ["use_double_wide_mlp"],
+    "layer_types": ["per_layer_config", "num_kv_shared_layers", "sliding_window"],
+    "n_embed": ["num_attention_heads"],
+    "num_experts": ["n_routed_experts"],
+    "num_local_experts": ["n_routed_experts"],
+    "qk_nope_head_dim": ["partial_rotary_factor"],
+    "qk_rope_head_dim": ["partial_rotary_factor"],
+    "rope_type": ["partial_rotary_factor"],
+}
+# Without these the defaults of others do not fit the rest: refused by their names.
+_NEEDED = {"num_experts_per_tok", "topk_group", "rope_type"}
+# transformers fails without the first two, and with the last beside no embeddings of layers.
+_OPEN = {"llama_4_scaling_beta", "rope_type", "num_kv_shared_layers"}
 _OTHER_WORDS = {"silu": "gelu_pytorch_tanh"}
 
 
@@ -43,10 +60,10 @@ class Change:
         return f"{self.how} {self.key}{value}"
 
 
-def changes(config: dict[str, Any]) -> Iterator[Change]:
+def changes(config: dict[str, Any], harmless: Set[str] = HARMLESS) -> Iterator[Change]:
     """Every change of a config, also of settings that it leaves out but its class knows."""
     known = settings_of(config["model_type"])
-    for key in sorted((known.keys() | config.keys()) - HARMLESS):
+    for key in sorted((known.keys() | config.keys()) - harmless):
         if key not in known:
             continue
         inside = config.get(key)
@@ -121,7 +138,10 @@ class Oracle:
         self._known: dict[str, torch.Tensor | None] = {}
 
     def logits(self, config: dict[str, Any]) -> torch.Tensor | None:
-        """Logits (num_tokens, vocab_size); None if it refuses, or the weights do not fit."""
+        """Logits (num_tokens, vocab_size), a head's (num_labels,), or hidden states without a head.
+
+        None if it refuses, or the weights do not fit.
+        """
         try:
             made = self._config_class.from_dict(_decoded(copy.deepcopy(config)))
             meaning = json.dumps(made.to_dict(), sort_keys=True, default=str)
@@ -149,7 +169,8 @@ class Oracle:
                 left_out = cap is not None and config.model_type == "gemma3_text"
                 extra = {"softcap": cap} if left_out else {}
                 with torch.inference_mode():
-                    found = model(torch.tensor([self._token_ids]), **extra).logits[0]
+                    made = model(torch.tensor([self._token_ids]), **extra)
+                found = (made.logits if "logits" in made else made.last_hidden_state)[0]
             except Exception:  # transformers raises what it likes
                 continue
             return found if math.isfinite(found.abs().max()) else None
@@ -165,3 +186,59 @@ def _decoded(value: Any) -> Any:
 
 def write(config: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def disagreements(
+    folder: Path,
+    oracle: Oracle,
+    open_spec: Callable[[], object],
+    ours_of: Callable[[], torch.Tensor],
+    harmless: Set[str] = HARMLESS,
+) -> tuple[list[str], int]:
+    """Change each setting of a folder's config in turn, and compare what becomes of the model.
+
+    Args:
+        open_spec: opens the folder; changes that give an equal spec are not computed again.
+        ours_of: what we make of it.
+
+    Returns:
+        How both differ, and the number of changes that both accept.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    unchanged, usual = open_spec(), ours_of()
+    found, compared = [], 0
+    for change in changes(config, harmless):
+        write(change.config, folder)
+        theirs, ours, message = oracle.logits(change.config), None, ""
+        try:
+            spec = open_spec()
+        except ApplianceError as error:
+            message = str(error)
+        else:
+            if spec == unchanged and theirs is None:
+                continue  # without effect here, whatever it is
+            ours = usual if spec == unchanged else ours_of()
+        compared += theirs is not None and ours is not None
+        found.append(_disagreement(change, theirs, ours, message))
+    return [text for text in found if text], compared
+
+
+def _disagreement(
+    change: Change,
+    theirs: torch.Tensor | None,
+    ours: torch.Tensor | None,
+    message: str,
+) -> str:
+    """Say how both differ on a change; empty if they agree, or we refuse it as we may."""
+    key = change.key
+    names = (key, *_OPPOSED.get(key, ()), "tensor ")
+    if ours is None and not any(name in message for name in names):
+        return f"{change}: refused without its name: {message}"
+    if theirs is None:
+        fine = ours is None or key in _OPEN
+        return "" if fine else f"{change}: accepted, and refused by transformers"
+    if ours is None:
+        fine = change.how == "flip" or "tensor " in message or key in _NEEDED
+        return "" if fine else f"{change}: refused, and accepted by transformers: {message}"
+    same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=3e-4, rtol=1e-4)
+    return "" if same else f"{change}: other logits"

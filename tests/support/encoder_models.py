@@ -25,6 +25,7 @@ MODERN = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "bert": ("Bert", BERT, 200),
+    "roberta": ("Roberta", {**BERT, "pad_token_id": 1}, 200),
     "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}, 200),
     "modernbert": ("ModernBert", MODERN, 1200),
     "modernbert-mean": ("ModernBert", {**MODERN, "classifier_pooling": "mean"}, 70),

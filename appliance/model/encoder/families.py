@@ -15,6 +15,7 @@ from appliance.model.encoder.spec import (
     HeadActivation,
     RankingSpec,
 )
+from appliance.model.families.class_defaults import class_defaults
 from appliance.model.families.reader import ConfigReader
 from appliance.rankers import is_ranker
 
@@ -50,7 +51,7 @@ def _read_bert(config: ConfigReader, ranks: bool) -> EncoderSpec:
 
 def _read_roberta(config: ConfigReader, ranks: bool) -> EncoderSpec:
     # Rows up to that of the padding token stand for no position.
-    return _bert(config, "xlm-roberta", config.integer("pad_token_id", 1) + 1, ranks)
+    return _bert(config, "xlm-roberta", config.integer("pad_token_id") + 1, ranks)
 
 
 def _bert(config: ConfigReader, architecture: str, first: int, ranks: bool) -> EncoderSpec:
@@ -64,30 +65,31 @@ def _bert(config: ConfigReader, architecture: str, first: int, ranks: bool) -> E
     return EncoderSpec(
         architecture=architecture,
         context_length=positions - first,
-        **_common(config, "hidden_act", "layer_norm_eps", 1e-12),
+        **_common(config, "hidden_act", "layer_norm_eps"),
         layers=(EncoderLayerSpec(),) * config.integer("num_hidden_layers"),
         positions=positions,
         first_position=first,
-        token_types=config.integer("type_vocab_size", 2),
+        token_types=config.integer("type_vocab_size"),
         ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
     )
 
 
 def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
     num_layers = config.integer("num_hidden_layers")
-    every = config.integer("global_attn_every_n_layers", 3)
-    usual = ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
-    kinds = config.value("layer_types", usual)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {*usual}:
-        raise config.refuse("layer_types", "full_attention or sliding_attention for each layer")
+    kinds = config.value("layer_types") or _every_nth(config, num_layers)
+    fits = isinstance(kinds, list) and len(kinds) == num_layers
+    if not fits or not {*kinds} <= {"full_attention", "sliding_attention"}:
+        raise config.refuse(
+            "layer_types", f"one of both kinds for each of num_hidden_layers, {num_layers}"
+        )
     ropes = config.section("rope_parameters")
-    reach = config.integer("local_attention", 128) // 2
-    far = _theta(ropes, "full_attention", config.number("global_rope_theta", 160000.0))
-    near = _theta(ropes, "sliding_attention", config.number("local_rope_theta", 10000.0))
-    pooling = config.text("classifier_pooling", "cls")
+    reach = config.integer("local_attention") // 2
+    far = _theta(config, ropes, "full_attention", "global_rope_theta")
+    near = _theta(config, ropes, "sliding_attention", "local_rope_theta")
+    pooling = config.text("classifier_pooling")
     if ranks and pooling not in ("cls", "mean"):
         raise config.refuse("classifier_pooling", "cls or mean")
-    if ranks and config.text("classifier_activation", "gelu") != "gelu":
+    if ranks and config.text("classifier_activation") != "gelu":
         raise config.refuse("classifier_activation", "gelu")
     ranking = RankingSpec(
         HeadActivation.GELU,
@@ -97,8 +99,8 @@ def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
     )
     return EncoderSpec(
         architecture="modernbert",
-        context_length=config.integer("max_position_embeddings", 8192),
-        **_common(config, "hidden_activation", "norm_eps", 1e-5),
+        context_length=config.integer("max_position_embeddings"),
+        **_common(config, "hidden_activation", "norm_eps"),
         layers=tuple(
             EncoderLayerSpec(
                 reach=None if kind == "full_attention" else reach,
@@ -116,27 +118,33 @@ def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
     )
 
 
-def _common(config: ConfigReader, act: str, eps: str, usual_eps: float) -> dict[str, Any]:
+def _common(config: ConfigReader, act: str, eps: str) -> dict[str, Any]:
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise config.refuse("num_attention_heads", f"a divisor of hidden_size, {hidden_size}")
-    if config.text(act, "gelu") not in _ACTIVATIONS:
+    if config.text(act) not in _ACTIVATIONS:
         raise config.refuse(act, ", ".join(_ACTIVATIONS))
     return {
         "hidden_size": hidden_size,
         "num_heads": num_heads,
         "vocab_size": config.integer("vocab_size"),
         "intermediate_size": config.integer("intermediate_size"),
-        "activation": _ACTIVATIONS[config.text(act, "gelu")],
-        "norm_eps": config.number(eps, usual_eps),
+        "activation": _ACTIVATIONS[config.text(act)],
+        "norm_eps": config.number(eps),
     }
 
 
-def _theta(ropes: ConfigReader, kind: str, usual: float) -> float:
+def _every_nth(config: ConfigReader, num_layers: int) -> list[str]:
+    every = config.integer("global_attn_every_n_layers")
+    return ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
+
+
+def _theta(config: ConfigReader, ropes: ConfigReader, kind: str, older: str) -> float:
+    """Read the base of frequencies of a kind of layer, which older files name beside the kinds."""
     own = ropes.section(kind)
     if own.text("rope_type", "default") != "default":
         raise own.refuse("rope_type", "default")
-    return own.number("rope_theta", usual)
+    return own.number("rope_theta") if "rope_theta" in own else config.number(older)
 
 
 _BERT_NAMES = EncoderNames(
@@ -224,7 +232,7 @@ def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) 
             f"{origin}: quantization_config is not supported in an encoder; take the checkpoint "
             "that is not quantized"
         )
-    reader = ConfigReader(config, origin)
+    reader = ConfigReader(config, origin, class_defaults(family.model_type))
     spec = family.read(reader, ranks)
     reader.refuse_unread()
     return spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import changed_settings
 import numpy as np
 import pytest
 import torch
@@ -181,6 +182,38 @@ def test_what_cannot_be_served_is_refused_by_name(
     write_json(tmp_path / "config.json", {**config, **change})
     with pytest.raises(ApplianceError, match=words):
         open_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, False) for name in FAMILIES if name != "modernbert-mean"), ("modernbert-mean", True)],
+)
+def test_a_changed_setting_means_what_it_means_to_transformers(
+    name: str, ranks: bool, tmp_path: Path
+) -> None:
+    made = make(name, tmp_path, ranks=ranks)
+    texts = of_one_type([list(range(20, 97, 2))])
+
+    def ours_of() -> torch.Tensor:
+        encoder = in_torch(tmp_path)
+        hidden = encoder.hidden(texts)
+        if (head := encoder.spec.ranking) is None:
+            return torch.from_numpy(hidden)
+        return torch.from_numpy(encoder.rank(hidden.mean(0)[None] if head.mean else hidden[:1]))
+
+    oracle = changed_settings.Oracle(made.oracle, texts.ids.tolist())
+    expected = oracle.logits(read_json(tmp_path / "config.json"))
+    assert expected is not None
+    torch.testing.assert_close(ours_of(), expected, atol=1e-4, rtol=0)
+    found, compared = changed_settings.disagreements(
+        tmp_path,
+        oracle,
+        lambda: open_encoder(tmp_path).spec,
+        ours_of,
+        changed_settings.HARMLESS - {"pad_token_id"},  # from which RoBERTa counts positions
+    )
+    assert "\n".join(found) == ""
+    assert compared > 6  # not all is refused
 
 
 def test_a_decoder_is_no_encoder_and_an_encoder_no_decoder(tmp_path: Path) -> None:
