@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile
 from appliance.kernels.backend import REFERENCE
-from appliance.model.families.registry import family_of_gguf
+from appliance.model.families.registry import FAMILIES, family_of_gguf
+from appliance.model.families.unread_gguf import UNREAD_GGUF
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
@@ -306,6 +308,17 @@ def test_an_architecture_that_no_family_reads_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=why):
         family_of_gguf({"general.architecture": architecture})
+
+
+def test_every_label_of_a_converter_is_read_or_refused_with_a_reason() -> None:
+    read = {family.gguf.architecture for family in FAMILIES if family.gguf}
+    without = set(gguf.MODEL_ARCH_NAMES.values()) - read - UNREAD_GGUF.keys()
+    assert not without
+    for label, reason in UNREAD_GGUF.items():
+        if label not in read:
+            said = f"{label!r} is not supported: {reason}; supported are"
+            with pytest.raises(UnsupportedModelError, match=re.escape(said)):
+                family_of_gguf({"general.architecture": label})
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from appliance.model.families.smollm3 import SMOLLM3
 from appliance.model.families.stablelm import STABLELM
 from appliance.model.families.starcoder2 import STARCODER2
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
+from appliance.model.families.unread_gguf import UNREAD_GGUF
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,37 +111,6 @@ FAMILIES: tuple[Family, ...] = (
     CHATGLM,
 )
 
-_FOLDER = "; use the folder that it was made from, which transformers' modules run"
-# Architectures of GGUF files that people have and no family reads, and why.
-_UNREAD_GGUF = {
-    **dict.fromkeys(("mamba", "mamba2", "rwkv6", "rwkv7", "arwkv7"), "no layer has attention"),
-    **dict.fromkeys(
-        ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert",
-         "neo-bert", "eurobert", "gemma-embedding", "t5encoder"),
-        "it is an encoder, which generates no text; use the folder, if its class is one of those "
-        "that serve embeddings",
-    ),
-    "t5": "it has an encoder beside its decoder",
-    **dict.fromkeys(("jamba", "plamo2"), "its layers have Mamba-1 states"),
-    "falcon-h1": "its layers attend and recur side by side",
-    **dict.fromkeys(
-        ("kimi-linear", "minimax-01", "bailingmoe3"),
-        "its linear attention is neither Gated DeltaNet nor Mamba-2",
-    ),
-    "gemma3n": "its layers hold several streams and learn how to mix them",
-    "llama4": "its attention is cut into chunks",
-    "apertus": f"its activation (xIELU) has weights of its own{_FOLDER}",
-    "phi2": f"its head has a bias{_FOLDER}",
-    **dict.fromkeys(
-        ("olmoe", "gptneox", "gpt2"), f"its arithmetic is not described here{_FOLDER}"
-    ),
-    **dict.fromkeys(
-        ("deepseek32", "deepseek4", "glm-dsa"), "it chooses the positions that a query sees"
-    ),
-    **dict.fromkeys(("bloom", "mpt", "jais"), "its scores have biases by distance (ALiBi)"),
-    **dict.fromkeys(("llada", "llada-moe", "dream", "rnd1"), "it writes by diffusion, not in turn"),
-}  # fmt: skip
-
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
     """Find a Hugging Face config's family, or None; raise UnsupportedModelError for an encoder."""
@@ -198,13 +168,8 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     for family in reversed(named):
         if family.gguf is not None and family.gguf.is_of(settings):
             return family
-    if architecture in ("clip", "mmproj"):
-        raise UnsupportedModelError(
-            "this GGUF file is the projector of images beside a model, and generates no text; give "
-            "the model's own file"
-        )
     known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
-    supported, why = ", ".join(known), _UNREAD_GGUF.get(architecture)
+    supported, why = ", ".join(known), UNREAD_GGUF.get(architecture)
     reason = "" if why is None else f": {why}"
     raise UnsupportedModelError(
         f"GGUF architecture {architecture!r} is not supported{reason}; supported are {supported}"
