@@ -23,12 +23,13 @@ FAMILIES: dict[str, str] = {
     "deepseek_v4": "recurrent|sparse|compress",
     "glm_moe_dsa": "sparse|index",
     "kimi_k3": "situ|hidden_act|linear_attn_config|recurrent",
+    "locateanything": "several tokens at once",
     "llama4": "attention_chunk_size|chunked_attention",
     "mimo_v2_flash": "head_dim and v_head_dim",
     "mllama": "cross attention",
     "nemotron_h": "moe_latent_size",
     # No class in transformers, nor a description that we know.
-    "llava_llama": "is missing|holds no weights",  # VILA, whose parts lie in folders of their own
+    "llava_llama": "folders of their own",  # VILA
     "mimo": "model_type 'mimo'",
     "minimax_m3": "model_type 'minimax_m3'",
     "step3p7": "step3p",

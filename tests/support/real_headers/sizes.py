@@ -53,7 +53,7 @@ def scaled_down(config: dict[str, Any], unit: int = 16) -> dict[str, Any]:
 
 
 def with_few_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config of real widths, with a layer of each kind and towers that take no time."""
+    """Return a config of real widths, with a layer of each kind, few experts and small towers."""
     found = copy.deepcopy(config)
     place = next((key for key in TEXT_SECTIONS if isinstance(found.get(key), dict)), None)
     if place is None:
@@ -86,6 +86,7 @@ class _Text:
 
     def with_few_layers(self) -> dict[str, Any]:
         self._cut_layers()
+        self._cut_experts()
         return self._new
 
     def scaled(self) -> dict[str, Any]:
