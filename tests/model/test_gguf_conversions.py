@@ -170,6 +170,11 @@ LABELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "minicpm": ("granite", MINICPM, {"attention.scale": None}),
     "qwen": ("qwen2", {"num_key_value_heads": 4}, {"feed_forward_length": 152}),
     "chatglm": ("glm", {"attention_bias": True}, {}),
+    "bailingmoe2": (
+        "glm4_moe",
+        EXPERTS["glm4_moe"][1] | {"use_qk_norm": True, "attention_bias": False},
+        {"expert_gating_func": 2},
+    ),
     # Older files lack what all models had.
     "minicpm old": (
         "granite",
@@ -188,7 +193,7 @@ def test_another_label_changes_no_answer(
 ) -> None:
     model_type, settings, changes = LABELS[label]
     model = make_model(model_type, **SIZES | settings)
-    fuse = label in ("qwen", "chatglm")
+    fuse = label in ("qwen", "chatglm", "bailingmoe2")
     path = write(tmp_path, model, architecture=label.split()[0], fuse=fuse, **changes)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]

@@ -231,6 +231,9 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "cohere": [{"logit_scale": 0.5, "layer_norm_eps": 1e-5}],
     "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
     "starcoder2": [{"sliding_window": 3, "use_bias": True}],
+    "bailing_moe_v2": [
+        EXPERTS | {"num_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    ],
     "qwen": [{"num_key_value_heads": 2, "intermediate_size": 96}],
     "chatglm": [{"multi_query_attention": True, "add_qkv_bias": True, "rope_ratio": 50}],
     "minicpm": [{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}],

@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
     "glm": "chatglm",
     "glm4": "glm4",
+    "glm4_moe": "bailingmoe2",  # but for fused heads, the same tensors
     "cohere": "command-r",
     "cohere2": "cohere2",
     "olmo2": "olmo2",
@@ -339,6 +340,8 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         yield name.replace("kv_b", "k_b"), keys.mT
         yield name.replace("kv_b", "v_b"), values
+    elif kind == "glm4_moe" and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        yield f"blk.{number}.attn_{name[-13]}.weight", tensor  # to be fused
     elif name.endswith("in_proj_qkvz.weight"):
         yield from _apart(number, tensor, config)
     elif name.endswith("shared_mlp.input_linear.weight"):

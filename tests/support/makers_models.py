@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_models import EXPERTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -167,6 +168,25 @@ MAKERS: dict[str, Maker] = {
             *("rope_parameters", "partial_rotary_factor"),
         ),
         ("transformer.rotary_pos_emb.inv_freq",),
+    ),
+    "bailing-v2": Maker(
+        "glm4_moe",
+        EXPERTS["glm4_moe"][1] | {"attention_bias": False, "head_dim": 16},
+        {
+            "architectures": ["BailingMoeV2ForCausalLM"],
+            "model_type": "bailing_moe",
+            "num_experts": EXPERTS["glm4_moe"][1]["n_routed_experts"],
+            "num_shared_experts": 2,
+        },
+        {
+            "model.embed_tokens": "model.word_embeddings",
+            "self_attn.o_proj": "attention.dense",
+            "self_attn.q_norm": "attention.query_layernorm",
+            "self_attn.k_norm": "attention.key_layernorm",
+            "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+        },
+        _fused("model.layers.{}.attention.query_key_value"),
+        ("n_routed_experts", "n_shared_experts", "use_qk_norm", "attention_bias"),
     ),
     "minicpm": Maker(
         "granite",

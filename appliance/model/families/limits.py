@@ -136,6 +136,7 @@ RANGES: dict[str, Range] = {
     "embedding_multiplier": _FACTOR,
     "logits_scaling": _FACTOR,
     "residual_multiplier": _FACTOR,
+    "num_shared_experts": _EXPERTS,
     "scale_emb": _FACTOR,
     "rope_ratio": _FACTOR,
     "seq_length": _CONTEXT,

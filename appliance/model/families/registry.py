@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
 from appliance.model.encoder.families import find_encoder
+from appliance.model.families.bailing import BAILING_MOE_V2
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.chatglm import CHATGLM
 from appliance.model.families.cohere import COHERE, COHERE2
@@ -109,6 +110,7 @@ FAMILIES: tuple[Family, ...] = (
     MINICPM3,
     QWEN,
     CHATGLM,
+    BAILING_MOE_V2,
 )
 
 
