@@ -190,7 +190,8 @@ def test_a_damaged_config_is_refused(settings: dict[str, Any], message: str) -> 
 
 def test_a_config_without_architectures_is_of_its_model_type() -> None:
     """transformers' AutoModelForCausalLM goes by model_type alone."""
-    for without in ({}, {"architectures": None}, {"architectures": []}):
+    nothing: list[dict[str, Any]] = [{}, {"architectures": None}, {"architectures": []}]
+    for without in nothing:
         assert family_of_config({"model_type": "qwen3"} | without).name == "qwen3"
     assert family_of_config({"architectures": ["LLaMAForCausalLM"]}).name == "llama"
 

@@ -120,8 +120,8 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family if family.covers(config) else None
-    if not architectures and (family := family_of_text(config)) is not None:
-        return family
+    if not architectures and (of_type := family_of_text(config)) is not None:
+        return of_type
     if find_encoder(config) is not None:
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, architectures))} is an encoder, which generates no "
