@@ -69,11 +69,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "images pass through linears of their own": ("cogvlm",),
     "queries and keys have a LayerNorm whose weights differ by head": ("chameleon",),
     "its positions have four parts (XD-RoPE)": ("hunyuan_vl",),
-    "its latent attention has multipliers or an MLP of its own kind": ("minicpm3", "plm"),
+    "its latent attention has an MLP of its own kind": ("plm",),
     _NO_CLASS: (
-        *("baichuan", "bailingmoe", "bailingmoe2", "chatglm", "codeshell", "deepseek"),
-        *("deepseek2-ocr", "maincoder", "minicpm", "orion", "pangu-embedded", "plamo", "plamo3"),
-        *("qwen", "talkie", "xverse"),
+        *("baichuan", "bailingmoe", "codeshell", "deepseek"),
+        *("deepseek2-ocr", "maincoder", "orion", "pangu-embedded", "plamo", "plamo3"),
+        *("talkie", "xverse"),
     ),
 }
 UNREAD_GGUF = {label: reason for reason, labels in _REASONS.items() for label in labels}
