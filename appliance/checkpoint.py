@@ -22,6 +22,7 @@ from appliance.files import (
     FileIdentity,
     read_into,
     read_json,
+    refuse_stand_in,
     replace_atomically,
     write_json,
 )
@@ -176,8 +177,10 @@ def read_config(path: Path) -> dict[str, Any]:
     they name no method, the key `quant_method` is added.
 
     Raises:
-        CheckpointError: a file is missing or no JSON object.
+        CheckpointError: a file is missing or no JSON object, or the folder is of another kind.
     """
+    if not (path / CONFIG_NAME).exists():
+        _refuse_other_kind(path)
     config = read_json(path / CONFIG_NAME)
     text = config.get("text_config")
     places = (
@@ -230,6 +233,25 @@ def write_safetensors(
             save_file(contiguous, temporary, {"format": "pt", **(metadata or {})})
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def _refuse_other_kind(path: Path) -> None:
+    """Raise UnsupportedModelError for a folder without config.json whose other files say why."""
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        named = f" of {base}" if isinstance(base, str) and base else ""
+        raise UnsupportedModelError(
+            f"{path} is an adapter{named}; give that model, and the adapter with --lora"
+        )
+    if (path / "params.json").is_file():
+        raise UnsupportedModelError(
+            f"{path} has a model as its makers train it, with params.json; give the folder of the "
+            f"same model with {CONFIG_NAME}, as transformers reads it"
+        )
+    if (path / "model_index.json").is_file():
+        raise UnsupportedModelError(
+            f"{path} is a pipeline of diffusers, which makes no text; give a language model"
+        )
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -305,6 +327,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         _refuse(path, f"it has only {identity.size} bytes")
     prefix = bytearray(8)
     read_into(path, identity, 0, memoryview(prefix))
+    refuse_stand_in(path, bytes(prefix))
     (length,) = struct.unpack("<Q", prefix)
     if length > min(identity.size - 8, MAX_HEADER_BYTES):
         _refuse(path, f"its header of {length} bytes does not fit into its {identity.size} bytes")

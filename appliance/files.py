@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# How files begin that stand in another's place: what they are, and what to do.
+_STAND_INS = {
+    b"version ": ("a Git LFS pointer, not the file itself", "fetch the file with `git lfs pull`"),
+    b"<!DOCTYP": ("a web page", "download it again"),
+    b"<!doctyp": ("a web page", "download it again"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
     size: int
@@ -139,16 +147,26 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file does not exist or contains no JSON object.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        value = json.loads(content)
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}; a model folder needs {path.name}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}; download it again") from error
+        refuse_stand_in(path, content)
+        reason = str(error).partition("; use sys.")[0]
+        raise CheckpointError(f"{path} is not valid JSON: {reason}; download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download it again")
     return value
+
+
+def refuse_stand_in(path: Path, content: bytes) -> None:
+    """Raise CheckpointError if a file's first bytes are those of another in its place."""
+    found = _STAND_INS.get(content[:8])
+    if found is not None:
+        raise CheckpointError(f"{path} is {found[0]}; {found[1]}")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

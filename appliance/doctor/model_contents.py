@@ -21,11 +21,12 @@ from appliance.model.families.limits import short
 from appliance.wording import counted
 
 if TYPE_CHECKING:
-    from appliance.model.source import ModelSource
+    from appliance.model.source import ModelSettings, ModelSource
     from appliance.tokenizer import Tokenizer
     from appliance.tokenizer.isolation import IsolatedTemplate
 
 _MOST_NAMED = 12
+_GIVE = "give a folder with config.json and safetensors, or a .gguf file"
 _SECONDS_FOR_MORE = 10.0  # transformers' modules take seconds to be described
 # Settings of every config.json that describe the file rather than the model.
 _OF_EVERY_FILE = frozenset(
@@ -79,8 +80,12 @@ def check_weights(scope: Scope) -> Iterator[Finding]:
     path = scope.model.path if scope.model is not None else None
     if path is None:
         name = scope.engine.model or "the default model"
-        found = scope.model_problem or f"{name} is not on this machine"
-        yield Finding("model", Grade.FAIL, found, f"`appliance models pull {name}` fetches it")
+        if scope.model_problem is not None:
+            found, _, fix = scope.model_problem.rpartition("; ")
+            yield Finding("model", Grade.FAIL, found or fix, fix if found else _GIVE)
+        else:
+            fix = f"`appliance models pull {name}` fetches it"
+            yield Finding("model", Grade.FAIL, f"{name} is not on this machine", fix)
         return
     yield Finding("model", Grade.OK, str(path))
     source = yield from _settings(path)
@@ -105,15 +110,33 @@ def _settings(path: Path) -> Generator[Finding, None, ModelSource | None]:
         source = open_unchecked(path)
     except ApplianceError as error:
         yield _failed("model", error, path)
+        if path.is_dir() and not any(path.glob("*.safetensors")):
+            yield from _of_settings_alone(path)
+            return None
         for further in _further_refusals(path, str(error)):
             yield _failed("setting", further, path)
         return None
-    yield Finding("family", Grade.OK, _description(source))
+    by = "described here" if source.fallback is None else "executed by transformers' modules"
+    yield Finding("family", Grade.OK, _description(source, by))
     if path.is_dir() and source.fallback is None:
-        yield from _keys(source)
+        yield from _keys(source.settings())
     for note in source.notes:
         yield Finding("note", Grade.WARN, note)
     return source
+
+
+def _of_settings_alone(path: Path) -> Iterator[Finding]:
+    """Say what would be made of a folder's settings if its weights were there."""
+    from appliance.model.source import read_settings
+
+    try:
+        found = read_settings(path)
+    except ApplianceError as error:
+        yield _failed("setting", error, path)
+        return
+    if found is not None:
+        yield Finding("family", Grade.OK, _description(found, "described here"))
+        yield from _keys(found)
 
 
 def _further_refusals(path: Path, first: str) -> Iterator[ApplianceError]:
@@ -160,12 +183,11 @@ def _names(words: str, key: str) -> bool:
     return re.search(rf"[: ]{re.escape(key.partition('.')[2] or key)}\b", words) is not None
 
 
-def _keys(source: ModelSource) -> Iterator[Finding]:
+def _keys(settings: ModelSettings) -> Iterator[Finding]:
     """Say which settings are assumed, and which change nothing."""
-    reader = source.family.reader(source.config)
-    source.family.read(reader)
+    reader = settings.reader
     if assumed := reader.assumed():
-        found = f"absent, so as the class of {source.config.get('model_type')} has them: "
+        found = "absent, so as the model's class has them: "
         yield Finding("settings", Grade.OK, found + _listed(assumed))
     idle = {key: v for key, v in reader.without_effect().items() if key not in _OF_EVERY_FILE}
     if idle:
@@ -176,9 +198,8 @@ def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {short(value)}" for key, value in settings.items())
 
 
-def _description(source: ModelSource) -> str:
-    spec = source.spec
-    by = "described here" if source.fallback is None else "executed by transformers' modules"
+def _description(found: ModelSource | ModelSettings, by: str) -> str:
+    spec = found.spec
     return (
         f"{spec.architecture}, {by}; {counted(len(spec.layers), 'layer')} of width"
         f" {spec.hidden_size:,}, {spec.vocab_size:,} tokens, {spec.context_length:,} positions"

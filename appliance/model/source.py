@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
+from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile, starts_as_gguf
 from appliance.gguf_names import is_gguf
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from appliance.model.fallback.description import FallbackModel
     from appliance.model.families.family import Family
+    from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
 
@@ -63,11 +64,23 @@ class ModelSource:
     fallback: FallbackModel | None = None
     notes: tuple[str, ...] = ()
 
+    def settings(self) -> ModelSettings:
+        """Read the settings again, to learn which of them counted."""
+        return ModelSettings(_read_by(self.family, self.config), self.spec)
+
     def slots(self) -> list[TensorSlot]:
         """List every tensor that the decoder reads, by its Hugging Face name."""
         if self.fallback is not None:
             return list(self.fallback.slots)
         return tensor_slots(self.spec, self.family.names)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The settings of a folder, read: those assumed and without effect, and what they describe."""
+
+    reader: ConfigReader
+    spec: DecoderSpec
 
 
 def open_model(path: Path, *, in_torch: bool = True) -> ModelSource:
@@ -99,6 +112,29 @@ def open_unchecked(
     if path.is_file() and (is_gguf(path) or starts_as_gguf(path)):
         return _open_gguf(path, in_torch, settings)
     raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
+
+
+def read_settings(path: Path) -> ModelSettings | None:
+    """Read a folder's settings without its weights; None if no family describes the model.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged, or a setting is.
+        UnsupportedModelError: the architecture or a setting is not supported.
+    """
+    whole = read_config(path)
+    text = text_settings(whole)
+    family = find_family(whole) if text is None else family_of_text(text)
+    if family is None:
+        return None
+    config = dict(whole) if text is None else text
+    spec = family.spec(config, str(path / CONFIG_NAME))
+    return ModelSettings(_read_by(family, config), spec)
+
+
+def _read_by(family: Family, config: Mapping[str, Any]) -> ConfigReader:
+    reader = family.reader(config)
+    family.read(reader)
+    return reader
 
 
 def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None) -> ModelSource:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from byte_tokenizer import save_byte_tokenizer
@@ -133,6 +134,78 @@ def test_a_gguf_file(tmp_path: Path, report: Report) -> None:
     assert "attention.clamp_kqv = 3.0" in words
     assert "attention.max_alibi_bias = 8.0" in words
     assert "holds no tokenizer" in words
+
+
+def test_a_folder_without_weights_is_described_by_its_settings(
+    folder: Path, report: Report
+) -> None:
+    (folder / "model.safetensors").unlink()
+    change(folder, "rms_norm_eps")
+    findings = report(folder)
+    assert "holds no weights" in found(findings, Grade.FAIL)
+    words = found(findings, Grade.OK)
+    assert "family: llama, described here; 2 layers" in words
+    assert "rms_norm_eps = 1e-06" in words
+    assert "tokens; a text begins" in words
+    change(folder, hidden_act="situ")
+    assert "hidden_act = 'situ'" in found(report(folder), Grade.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words", "fix"),
+    [
+        ("adapter_config.json", '{"base_model_name_or_path": "org/base"}', "an adapter of org/base",
+         "give that model, and the adapter with --lora"),
+        ("params.json", '{"dim": 64}', "as its makers train it", "give the folder of the same"),
+        ("model_index.json", "{}", "a pipeline of diffusers", "give a language model"),
+        ("config.json", "version https://git-lfs.github.com/spec/v1", "a Git LFS pointer",
+         "fetch the file with `git lfs pull`"),
+        ("config.json", "<!DOCTYPE html>", "a web page", "download it again"),
+        ("config.json", "[1]", "must hold a JSON object", "download it again"),
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1", "a Git LFS pointer",
+         "fetch the file with `git lfs pull`"),
+    ],
+)  # fmt: skip
+def test_files_of_another_kind_are_named_with_what_helps(
+    name: str, content: str, words: str, fix: str, folder: Path, report: Report
+) -> None:
+    if name not in ("config.json", "model.safetensors"):
+        (folder / "config.json").unlink()
+    (folder / name).write_text(content)
+    failed = [one for one in report(folder) if one.name == "model" and one.grade is Grade.FAIL]
+    assert len(failed) == 1
+    assert words in failed[0].found
+    assert fix in failed[0].fix
+
+
+def test_a_path_that_is_no_model_is_not_to_be_fetched(tmp_path: Path, report: Report) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for path in (tmp_path / "notes.txt", tmp_path):
+        (finding,) = report(path)
+        assert "is no" in finding.found
+        assert "give a" in finding.fix
+        assert "pull" not in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "words"),
+    [
+        (gguf.GGUFType.ADAPTER, "llama", "an adapter"),
+        (gguf.GGUFType.IMATRIX, "llama", "an importance matrix"),
+        (gguf.GGUFType.MMPROJ, "clip", "the projector of images"),
+        (gguf.GGUFType.MODEL, "controlvector", "a control vector"),
+    ],
+)
+def test_gguf_files_that_are_no_models_are_named(
+    kind: str, architecture: str, words: str, tmp_path: Path, report: Report
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    writer.add_type(kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert words in found(report(tmp_path / "m.gguf"), Grade.FAIL)
 
 
 def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ from appliance.model.families.smollm3 import SMOLLM3
 from appliance.model.families.stablelm import STABLELM
 from appliance.model.families.starcoder2 import STARCODER2
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
-from appliance.model.families.unread_gguf import UNREAD_GGUF
+from appliance.model.families.unread_gguf import NO_MODELS, UNREAD_GGUF
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -161,6 +161,9 @@ def family_of_text(config: Mapping[str, Any]) -> Family | None:
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     """Find a GGUF file's family by its settings, or raise UnsupportedModelError."""
     architecture = str(metadata.get("general.architecture"))
+    for kind in (str(metadata.get("general.type")), architecture):
+        if kind in NO_MODELS:
+            raise UnsupportedModelError("this GGUF file is {}; {}".format(*NO_MODELS[kind]))
     prefix = f"{architecture}."
     settings = {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)

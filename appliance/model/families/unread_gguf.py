@@ -77,3 +77,18 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
 }
 UNREAD_GGUF = {label: reason for reason, labels in _REASONS.items() for label in labels}
+
+# GGUF files that are no models, by `general.type` or architecture: what they are, what to give.
+NO_MODELS = {
+    "adapter": ("an adapter beside a model", "give the model's own file, and this one with --lora"),
+    "imatrix": (
+        "an importance matrix, which llama.cpp quantizes with",
+        "give the model's own file",
+    ),
+    "controlvector": ("a control vector beside a model", "give the model's own file"),
+    **dict.fromkeys(
+        ("mmproj", "clip"),
+        ("the projector of images beside a model, and generates no text",
+         "give the model's own file"),
+    ),
+}  # fmt: skip
