@@ -47,7 +47,12 @@ _OLD_POOLING = {
 _POOLING = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
 _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
 # Values of model_type with bidirectional attention.
-ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "modernbert"})
+ENCODERS = frozenset(
+    {
+        *("bert", "roberta", "xlm-roberta", "camembert", "modernbert"),
+        *("jina_embeddings_v3", "gte", "new", "nomic_bert"),
+    }
+)
 _GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
 
 

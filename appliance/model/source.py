@@ -24,7 +24,7 @@ from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.leftovers import leftover_notes, leftover_problems, leftovers
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
-from appliance.model.text_part import TextPart, names_in
+from appliance.model.text_part import TextPart, names_in, not_found
 from appliance.model.tied_ends import (
     StoredEnds,
     apart_note,
@@ -157,6 +157,10 @@ def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None)
     config = family_settings(config, family.model_type) if is_part else config
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
+    present = weights.tensor_names()
+    own = {slot.name for slot in tensor_slots(spec, family.names)} - {f"{family.names.head}.weight"}
+    if present and own.isdisjoint(present):
+        raise UnsupportedModelError(not_found(path.name, family.model_type, family.names, present))
     if is_part:
         weights = TextPart(weights, family.names)
     source = ModelSource(path, family, config, spec, weights)

@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from appliance.checkpoint import CONFIG_NAME
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from appliance.kernels.weight import Weight
@@ -64,6 +68,19 @@ def names_in(
     above = (".".join([*parts[:count], names.head]) for count in range(len(parts), -1, -1))
     head = next((name for name in above if f"{name}.weight" in present), found.head)
     return replace(found, head=head)
+
+
+def not_found(model: str, model_type: str, names: TensorNames, present: Sequence[str]) -> str:
+    """Say that no tensor of a family's decoder is in a checkpoint, and what is."""
+    inside = names.embedding.removeprefix("model.")
+    known = ", ".join(f"{prefix}{inside}.weight" for prefix in PREFIXES)
+    return (
+        f"{model}: {CONFIG_NAME} describes a {model_type} decoder, and none of its tensors is "
+        f"here by a name that is known: looked for {known}; the first of the {len(present)} "
+        f"stored are {', '.join(sorted(present)[:3])}. If they are the decoder's, load the folder "
+        "with transformers and save it again, which writes known names; if they are another part "
+        "(vision, audio, an adapter), use the folder of the whole model"
+    )
 
 
 def prefix_of_layers(name: str) -> str | None:

@@ -76,6 +76,23 @@ def test_the_text_answers_as_alone_and_says_what_is_left_out(
     assert len(notes) == 1
 
 
+def test_unknown_names_are_said_with_those_that_were_looked_for(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    text = save(make_model("qwen3"))
+    whole = as_part(text, tmp_path / "whole", "engine.words.")
+    with pytest.raises(UnsupportedModelError) as refused:
+        open_model(whole)
+    message = str(refused.value)
+    for words in ("qwen3 decoder", "model.language_model.embed_tokens.weight", "engine.words."):
+        assert words in message
+    assert "fetch the model again" not in message
+    tensors = load_file(text / "model.safetensors")
+    save_file({f"x.{name}": each for name, each in tensors.items()}, text / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"looked for .*stored are x\."):
+        open_model(text)
+
+
 @pytest.mark.parametrize("kind", WHOLES)
 def test_the_text_of_a_whole_answers_as_transformers_answers(
     kind: str, save: Callable[[Any], Path], token_ids: list[int]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
 BERT = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 210}
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
 MODERN = {
     **SIZES,
     "intermediate_size": 64,
@@ -27,6 +28,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "bert": ("Bert", BERT, 200),
     "roberta": ("Roberta", {**BERT, "pad_token_id": 1}, 200),
     "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}, 200),
+    "nomic-bert": ("NomicBert", {**BERT, "hidden_act": "silu", "rope_parameters": ROPE}, 200),
+    "gte": ("Gte", {**BERT, "pad_token_id": 1, "rope_parameters": ROPE}, 200),
+    "jina-v3": ("JinaEmbeddingsV3", {**BERT, "rope_parameters": ROPE}, 200),
     "modernbert": ("ModernBert", MODERN, 1200),
     "modernbert-mean": ("ModernBert", {**MODERN, "classifier_pooling": "mean"}, 70),
 }

@@ -145,8 +145,10 @@ class TextEncoder:
         up = layer.up(x)
         if not self.spec.gated:
             return layer.down(act(up))
-        value, gate = up.chunk(2, dim=-1)
-        return layer.down(act(value) * gate)
+        gate, value = up.chunk(2, dim=-1)
+        if self.spec.gate_last:
+            gate, value = value, gate
+        return layer.down(act(gate) * value)
 
     def _attend(
         self, layer: EncoderLayer, x: Tensor, texts: Texts, turns: tuple[Tensor, Tensor] | None

@@ -1,4 +1,4 @@
-"""Reads the configs of encoders: BERT, RoBERTa and XLM-R, ModernBERT."""
+"""Reads the configs of encoders: BERT, RoBERTa and those like it, ModernBERT, GTE, Nomic, Jina."""
 
 from __future__ import annotations
 
@@ -113,9 +113,70 @@ def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
         gated=True,
         norm_bias=config.flag("norm_bias"),
         attention_bias=config.flag("attention_bias"),
-        mlp_bias=config.flag("mlp_bias"),
+        up_bias=config.flag("mlp_bias"),
+        down_bias=config.flag("mlp_bias"),
         ranking=ranking if ranks else None,
     )
+
+
+def _read_jina(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    return _rotated(config, "jina-embeddings-v3", ranks)
+
+
+def _read_gte(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    for key, usual in _GTE_USUAL.items():
+        if config.value(key, usual) != usual:
+            raise config.refuse(key, str(usual))
+    return _rotated(config, "gte", ranks, gated=True, gate_last=True, up_bias=False)
+
+
+def _read_nomic(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    for key, usual in _NOMIC_USUAL.items():
+        if config.value(key, usual) != usual:
+            raise config.refuse(key, str(usual))
+    no_bias = {"attention_bias": False, "up_bias": False, "down_bias": False}
+    return _rotated(config, "nomic-bert", ranks, gated=True, **no_bias)
+
+
+def _rotated(config: ConfigReader, architecture: str, ranks: bool, **form: Any) -> EncoderSpec:
+    """Read an encoder as BERT that turns queries and keys instead of adding positions."""
+    if config.value("rope_scaling") is not None:
+        raise config.refuse("rope_scaling", "null")
+    ropes = config.section("rope_parameters")
+    if ropes.text("rope_type", "default") != "default":
+        raise ropes.refuse("rope_type", "default")
+    if ropes.number("partial_rotary_factor", 1.0) != 1:
+        raise ropes.refuse("partial_rotary_factor", "1")
+    theta = (ropes if "rope_theta" in ropes else config).number("rope_theta")
+    common = _common(config, "hidden_act", "layer_norm_eps")
+    head_dim = common["hidden_size"] // common["num_heads"]
+    if config.integer("head_dim", head_dim) != head_dim:
+        raise config.refuse("head_dim", f"hidden_size / num_attention_heads = {head_dim}")
+    return EncoderSpec(
+        architecture=architecture,
+        context_length=config.integer("max_position_embeddings"),
+        **common,
+        layers=(EncoderLayerSpec(rope_theta=theta),) * config.integer("num_hidden_layers"),
+        token_types=config.integer("type_vocab_size"),
+        ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
+        **form,
+    )
+
+
+# Of the code that came with checkpoints before transformers had the class.
+_GTE_USUAL = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm",
+              "logn_attention_scale": False, "pack_qkv": True}  # fmt: skip
+_NOMIC_USUAL: dict[str, Any] = {
+    "activation_function": "swiglu", "prenorm": False, "causal": False, "parallel_block": False,
+    "use_rms_norm": False, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False,
+    "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None, "moe_every_n_layers": 0, "num_experts": 0,
+}  # fmt: skip
+_NOMIC_OLD_NAMES = {
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+    "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta", "max_trained_positions": "max_position_embeddings",
+}  # fmt: skip
 
 
 def _common(config: ConfigReader, act: str, eps: str) -> dict[str, Any]:
@@ -157,7 +218,7 @@ _BERT_NAMES = EncoderNames(
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
     attention_out="attention.output.dense",
     attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
+    up=("intermediate.dense",),
     down="output.dense",
     mlp_norm="output.LayerNorm",
     dense="{}pooler.dense",
@@ -189,7 +250,7 @@ _MODERNBERT_NAMES = EncoderNames(
     qkv=("attn.Wqkv",),
     attention_out="attn.Wo",
     attention_norm="attn_norm",
-    up="mlp.Wi",
+    up=("mlp.Wi",),
     down="mlp.Wo",
     mlp_norm="mlp_norm",
     final_norm="final_norm",
@@ -199,12 +260,89 @@ _MODERNBERT_NAMES = EncoderNames(
     unused=("head.", "decoder."),
 )
 
+_JINA_NAMES = EncoderNames(
+    prefixes=("", "roberta."),
+    tokens=_BERT_NAMES.tokens,
+    token_types=_BERT_NAMES.token_types,
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}",
+    qkv=("mixer.Wqkv",),
+    attention_out="mixer.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    mlp_norm="norm2",
+    dense="classifier.dense",
+    classifier="classifier.out_proj",
+    unused=("lm_head.", "pooler.", "roberta.pooler."),
+)
+_GTE_NAMES = EncoderNames(
+    prefixes=("", "new.", "gte."),
+    tokens=_BERT_NAMES.tokens,
+    token_types=_BERT_NAMES.token_types,
+    embedding_norm=_BERT_NAMES.embedding_norm,
+    layer="encoder.layer.{}",
+    qkv=("attention.qkv_proj",),
+    attention_out="attention.o_proj",
+    attention_norm="attn_ln",
+    up=("mlp.up_gate_proj",),
+    down="mlp.down_proj",
+    mlp_norm="mlp_ln",
+    dense="{}pooler.dense",
+    classifier="classifier",
+    unused=("lm_head.", "pooler.", "new.pooler.", "gte.pooler."),
+)
+_NOMIC_NAMES = EncoderNames(
+    prefixes=("", "bert.", "nomic_bert."),
+    tokens=_BERT_NAMES.tokens,
+    token_types=_BERT_NAMES.token_types,
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}",
+    qkv=("attn.Wqkv",),
+    attention_out="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),
+    down="mlp.fc2",
+    mlp_norm="norm2",
+    dense="{}pooler.dense",
+    classifier="classifier",
+    unused=("cls.", "pooler.", "bert.pooler.", "nomic_bert.pooler."),
+)
+
 ENCODERS: Sequence[EncoderFamily] = (
     EncoderFamily("bert", _read_bert, _BERT_NAMES),
     EncoderFamily("roberta", _read_roberta, _ROBERTA_NAMES),
     EncoderFamily("xlm-roberta", _read_roberta, _ROBERTA_NAMES),
+    EncoderFamily("camembert", _read_roberta, _ROBERTA_NAMES),
+    EncoderFamily("jina_embeddings_v3", _read_jina, _JINA_NAMES),
+    EncoderFamily("gte", _read_gte, _GTE_NAMES),
+    EncoderFamily("new", _read_gte, _GTE_NAMES),  # of the code before transformers' class
+    EncoderFamily("nomic_bert", _read_nomic, _NOMIC_NAMES),
     EncoderFamily("modernbert", _read_modernbert, _MODERNBERT_NAMES),
 )
+
+
+# Encoders and embedders that people have and no code here computes, by model_type.
+_RELATIVE = "its scores have biases by relative position"
+_UNREAD = {
+    **dict.fromkeys(("mpnet", "deberta", "deberta-v2", "t5"), _RELATIVE),
+    "albert": "its layers share their weights",
+    "distilbert": "its tensors have names of their own and no type of token",
+    "electra": "its embeddings are narrower than its layers",
+    **dict.fromkeys(("eurobert", "neobert"), "its layers have RMS norms"),
+}
+
+
+def why_unread(config: Mapping[str, Any]) -> str:
+    """Say why a config's encoder is not served; empty if it is, or is no encoder that is known."""
+    for key, value in (("use_bidirectional_attention", True), ("is_causal", False)):
+        if config.get(key) is value:
+            return (
+                f"{key} = {value}: it attends in both directions, and decoders here look back alone"
+            )
+    why = _UNREAD.get(str(config.get("model_type")), "")
+    served = ", ".join(family.model_type for family in ENCODERS)
+    return why and f"it is an encoder, and {why}; encoders served are {served}"
 
 
 def find_encoder(config: Mapping[str, Any]) -> EncoderFamily | None:
@@ -232,6 +370,9 @@ def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) 
             f"{origin}: quantization_config is not supported in an encoder; take the checkpoint "
             "that is not quantized"
         )
+    if family.model_type == "nomic_bert":
+        older = {_NOMIC_OLD_NAMES.get(key, key): value for key, value in config.items()}
+        config = {**older, **{key: config[key] for key in older.keys() & config.keys()}}
     reader = ConfigReader(config, origin, class_defaults(family.model_type))
     spec = family.read(reader, ranks)
     reader.refuse_unread()

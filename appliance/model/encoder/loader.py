@@ -62,8 +62,8 @@ def load_encoder(
                 qkv=linear(*(own + name for name in names.qkv), bias=spec.attention_bias),
                 attention_out=linear(own + names.attention_out, bias=spec.attention_bias),
                 attention_norm=norm(own + names.attention_norm) if layer.attention_norm else None,
-                up=linear(own + names.up, bias=spec.mlp_bias),
-                down=linear(own + names.down, bias=spec.mlp_bias),
+                up=linear(*(own + name for name in names.up), bias=spec.up_bias),
+                down=linear(own + names.down, bias=spec.down_bias),
                 mlp_norm=norm(own + names.mlp_norm),
             )
         )

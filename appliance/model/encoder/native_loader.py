@@ -70,7 +70,7 @@ class _Loader:
         self._formats = FormatCounts()
 
     def load(self, on_progress: Callable[[str, int, int], None]) -> NativeEncoder:
-        spec, names, prefix = self._spec, self._names, self._source.prefix
+        spec = self._spec
         count = len(spec.layers)
         layers = (LayerStruct * count)()
         for index in range(count):
@@ -78,7 +78,7 @@ class _Loader:
             layers[index] = self._layer(index)
         on_progress("weights", count, count)
         bases = thetas(spec)
-        embedding = self._packer.linear(self._matrix(f"{prefix}{names.tokens}.weight", TABLE_BITS))
+        embedding = self._packer.linear(self._embedding())
         positions = self._positions()
         model = ModelStruct(
             hidden_size=spec.hidden_size,
@@ -127,13 +127,15 @@ class _Loader:
             output=self._linear(own + names.attention_out, bias=spec.attention_bias),
             looks_ahead=1,
         )
-        up, down = own + names.up, own + names.down
+        inner, parts_of = spec.intermediate_size, [(name, slice(None)) for name in names.up]
+        if spec.gated and len(names.up) == 1:
+            parts_of = [(names.up[0], slice(inner)), (names.up[0], slice(inner, None))]
+        both = [self._linear(own + name, spec.up_bias, rows) for name, rows in parts_of]
+        both = both[::-1] if spec.gate_last else both
+        struct.gate = both[0]
         if spec.gated:
-            half = slice(spec.intermediate_size), slice(spec.intermediate_size, None)
-            struct.gate, struct.up = (self._linear(up, spec.mlp_bias, rows) for rows in half)
-        else:
-            struct.gate = self._linear(up, spec.mlp_bias)
-        struct.down = self._linear(down, spec.mlp_bias)
+            struct.up = both[1]
+        struct.down = self._linear(own + names.down, spec.down_bias)
         return struct
 
     def _first_norm(self, index: int) -> str | None:
@@ -152,6 +154,16 @@ class _Loader:
 
     def _prefix(self, index: int) -> str:
         return f"{self._source.prefix}{self._names.layer.format(index)}."
+
+    def _embedding(self) -> Weight:
+        """Return the tokens' rows, with that of the only type of token where no positions are."""
+        spec, names, prefix = self._spec, self._names, self._source.prefix
+        name = f"{prefix}{names.tokens}.weight"
+        if spec.positions or not spec.token_types:
+            return self._matrix(name, TABLE_BITS)
+        kind = np.asarray(self._floats(f"{prefix}{names.token_types}.weight"))[0]
+        rows = arrays.of_numpy(np.asarray(self._floats(name)) + kind)
+        return rows if self._bits is None else narrowed_matrix(rows, TABLE_BITS)
 
     def _positions(self) -> Any:
         """Return what is added to embeddings: a row for each type of token and position."""

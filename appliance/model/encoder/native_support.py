@@ -19,6 +19,6 @@ def why_unsupported(spec: EncoderSpec) -> str | None:
         )
     if not spec.norms_follow and spec.layers[0].attention_norm:
         return "its first layer norms the embedding twice"
-    if spec.token_types and not spec.positions:
+    if spec.token_types > 1 and spec.ranking is not None and not spec.positions:
         return "it tells texts of a pair apart without learned positions"
     return None

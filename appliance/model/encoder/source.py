@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_json
 from appliance.model.encoder.families import find_encoder, read_encoder
 from appliance.model.encoder.spec import encoder_slots
@@ -63,7 +63,16 @@ def open_encoder(path: Path) -> EncoderSource:
     prefix = next(
         (one for one in names.prefixes if f"{one}{names.tokens}.weight" in left), names.prefixes[0]
     )
-    for name, shape in encoder_slots(spec, names, prefix).items():
+    slots = encoder_slots(spec, names, prefix)
+    if not any(_stored_name(folder, name) in left for name in slots):
+        known = ", ".join(f"{one}{names.tokens}.weight" for one in names.prefixes)
+        raise UnsupportedModelError(
+            f"{path.name}: {CONFIG_NAME} describes a {family.model_type} encoder, and none of its "
+            f"tensors is here by a name that is known: looked for {known}; the first of the "
+            f"{len(left)} stored are {', '.join(sorted(left)[:3])}. If they are the encoder's, "
+            "load the folder with transformers and save it again, which writes known names"
+        )
+    for name, shape in slots.items():
         stored = _stored_name(folder, name)
         if stored not in left:
             raise CheckpointError(f"{path.name}: tensor {name} is missing; fetch the model again")

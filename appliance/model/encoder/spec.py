@@ -64,7 +64,8 @@ class EncoderSpec:
         norms_follow: x = norm(x + f(x)), as in the first Transformer; else x += f(norm(x)), with a
             norm after the last layer.
         gated: down(act(a) * b) for (a, b) = up(x), instead of down(act(up(x))).
-        norm_bias: norms have one; so do linears with `attention_bias` and `mlp_bias`.
+        gate_last: b comes before a.
+        norm_bias: norms have one; so do linears with `attention_bias`, `up_bias`, `down_bias`.
         ranking: None without a head.
     """
 
@@ -82,9 +83,11 @@ class EncoderSpec:
     token_types: int = 0
     norms_follow: bool = True
     gated: bool = False
+    gate_last: bool = False
     norm_bias: bool = True
     attention_bias: bool = True
-    mlp_bias: bool = True
+    up_bias: bool = True
+    down_bias: bool = True
     ranking: RankingSpec | None = None
 
     @property
@@ -98,7 +101,7 @@ class EncoderNames:
 
     Attributes:
         prefixes: before all but the head; the one that a checkpoint uses is found by its tensors.
-        qkv: one name, or those of queries, keys and values.
+        qkv: one name, or those of queries, keys and values; likewise `up` of both its parts.
         unused: beginnings of the names of tensors that embedding and ranking do not need.
     """
 
@@ -109,7 +112,7 @@ class EncoderNames:
     qkv: tuple[str, ...]
     attention_out: str
     attention_norm: str
-    up: str
+    up: tuple[str, ...]
     down: str
     mlp_norm: str
     dense: str
@@ -151,8 +154,10 @@ def encoder_slots(
         linear(own + names.attention_out, hidden, hidden, spec.attention_bias)
         if layer.attention_norm:
             norm(own + names.attention_norm)
-        linear(own + names.up, inner * (2 if spec.gated else 1), hidden, spec.mlp_bias)
-        linear(own + names.down, hidden, inner, spec.mlp_bias)
+        for name in names.up:
+            rows = inner * (2 if spec.gated else 1) // len(names.up)
+            linear(own + name, rows, hidden, spec.up_bias)
+        linear(own + names.down, hidden, inner, spec.down_bias)
         norm(own + names.mlp_norm)
     if not spec.norms_follow:
         norm(prefix + names.final_norm)

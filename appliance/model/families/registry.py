@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
-from appliance.model.encoder.families import find_encoder
+from appliance.model.encoder.families import find_encoder, why_unread
 from appliance.model.families.bailing import BAILING_MOE_V2
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.chatglm import CHATGLM
@@ -120,6 +120,9 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family if family.covers(config) else None
+    if why := why_unread(config):
+        named = ", ".join(map(str, architectures)) or str(config.get("model_type"))
+        raise UnsupportedModelError(f"architecture {named} is not supported: {why}")
     if not architectures and (of_type := family_of_text(config)) is not None:
         return of_type
     if find_encoder(config) is not None:

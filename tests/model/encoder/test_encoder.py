@@ -11,6 +11,7 @@ import pytest
 import torch
 from encoder_models import FAMILIES, make
 from native_models import LIBRARY
+from safetensors.torch import load_file, save_file
 
 from appliance.engine.beacon import Beacon
 from appliance.errors import ApplianceError
@@ -23,7 +24,9 @@ from appliance.model.encoder.native_loader import load_native_encoder
 from appliance.model.encoder.native_size import native_bytes, workspace_bytes
 from appliance.model.encoder.native_support import why_unsupported
 from appliance.model.encoder.source import is_encoder, open_encoder
+from appliance.model.encoder.spec import HeadActivation, RankingSpec
 from appliance.model.encoder.texts import Texts
+from appliance.model.families.registry import find_family
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
@@ -85,6 +88,8 @@ def test_a_head_judges_as_in_transformers(
     name: str, load: Callable[[Path], TextEncoder | NativeEncoder], tmp_path: Path
 ) -> None:
     made = make(name, tmp_path, ranks=True)
+    if load is in_library and why_unsupported(open_encoder(tmp_path).spec):
+        pytest.skip("torch computes it")
     encoder, mean = load(tmp_path), name.endswith("mean")
     pairs = [(ids, [0] * (len(ids) // 2) + [1] * (-(-len(ids) // 2))) for ids in some_texts(60)]
     if not encoder.spec.token_types > 1:
@@ -142,7 +147,8 @@ def test_what_the_library_does_not_cover_is_said(tmp_path: Path) -> None:
     assert "heads have 8 elements" in str(why_unsupported(narrow))
     twice = replace(spec, norms_follow=False)
     assert "norms the embedding twice" in str(why_unsupported(twice))
-    assert "without learned positions" in str(why_unsupported(replace(spec, positions=0)))
+    judging = replace(spec, positions=0, ranking=RankingSpec(HeadActivation.TANH))
+    assert "without learned positions" in str(why_unsupported(judging))
 
 
 def test_a_progress_is_told_layer_by_layer(tmp_path: Path) -> None:
@@ -214,6 +220,69 @@ def test_a_changed_setting_means_what_it_means_to_transformers(
     )
     assert "\n".join(found) == ""
     assert compared > 6  # not all is refused
+
+
+def test_settings_of_the_code_before_the_class_mean_the_same(tmp_path: Path) -> None:
+    """As nomic-embed-text and gte were published; transformers' class reads neither."""
+    make("nomic-bert", tmp_path, ranks=False)
+    spec, config = open_encoder(tmp_path).spec, read_json(tmp_path / "config.json")
+    older = {
+        "model_type": "nomic_bert",
+        "vocab_size": config["vocab_size"],
+        "type_vocab_size": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_inner": 96,
+        "rotary_emb_base": 500,
+        "max_trained_positions": 210,
+        "n_positions": 8192,
+        "layer_norm_epsilon": 1e-12,
+        "activation_function": "swiglu",
+        "rotary_emb_fraction": 1.0,
+        "prenorm": False,
+    }
+    write_json(tmp_path / "config.json", older)
+    assert open_encoder(tmp_path).spec == spec
+    for change in ({"num_experts": 8}, {"prenorm": True}, {"qkv_proj_bias": True}):
+        write_json(tmp_path / "config.json", older | change)
+        with pytest.raises(ApplianceError, match=next(iter(change))):
+            open_encoder(tmp_path)
+    make("gte", tmp_path, ranks=False)
+    spec, config = open_encoder(tmp_path).spec, read_json(tmp_path / "config.json")
+    theta = config.pop("rope_parameters")["rope_theta"]
+    older = config | {"model_type": "new", "rope_theta": theta, "position_embedding_type": "rope"}
+    write_json(tmp_path / "config.json", older)
+    assert open_encoder(tmp_path).spec == spec
+    write_json(tmp_path / "config.json", older | {"rope_scaling": {"type": "ntk", "factor": 2.0}})
+    with pytest.raises(ApplianceError, match="rope_scaling"):
+        open_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mpnet", "architectures": ["MPNetModel"]}, "relative position"),
+        ({"model_type": "eurobert", "architectures": ["EuroBertModel"]}, "RMS norms"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = True: it attends in both directions",
+        ),
+    ],
+)
+def test_other_encoders_are_refused_with_the_reason(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApplianceError, match=words):
+        find_family(config)
+
+
+def test_names_of_another_model_are_said(tmp_path: Path) -> None:
+    make("bert", tmp_path, ranks=False)
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", config | {"model_type": "nomic_bert"})
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({f"x.{name}": each for name, each in weights.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ApplianceError, match=r"looked for .*stored are x\.embeddings"):
+        open_encoder(tmp_path)
 
 
 def test_a_decoder_is_no_encoder_and_an_encoder_no_decoder(tmp_path: Path) -> None:
