@@ -103,8 +103,10 @@ class ConfiguredTokens:
             for values in (config.get(key) or [], special_map.get(key) or []):
                 if isinstance(values, dict):
                     roles |= {role: _needed(path, key, value) for role, value in values.items()}
-                else:
+                elif isinstance(values, list):
                     extra += [_needed(path, key, value) for value in values]
+                else:
+                    raise _wrong(path, key, values)
         if "added_tokens_decoder" in config:
             added = dict(_decoder(path, config["added_tokens_decoder"]))
         else:
@@ -175,6 +177,9 @@ def _needed(path: Path, key: str, value: Any) -> AddedToken:
 
 def _special(path: Path, key: str, value: Any) -> AddedToken | None:
     """Return a token from a text or an object; None for other settings under such a key."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if isinstance(text, str) and not _is_unicode(text):
+        raise _wrong(path, key, value)
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
     if not isinstance(value, dict):
@@ -188,6 +193,11 @@ def _special(path: Path, key: str, value: Any) -> AddedToken | None:
     if not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
         raise _wrong(path, key, value)
     return AddedToken(content, **({"special": True} | flags))
+
+
+def _is_unicode(text: str) -> bool:
+    """Return False for half of a surrogate pair, which JSON can write and no text has."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _wrong(path: Path, key: str, value: Any) -> CheckpointError:

@@ -288,6 +288,9 @@ def test_an_end_that_only_the_configuration_names_ends_and_is_not_shown(tmp_path
         ),
         ("tokenizer_config.json", {"additional_special_tokens": [7]}, "additional_special_tokens"),
         ("tokenizer_config.json", {"eos_token": {"content": 7}}, "eos_token is"),
+        ("tokenizer_config.json", {"eos_token": "\ud83d"}, "eos_token is '\\ud83d'"),
+        ("tokenizer_config.json", {"extra_special_tokens": 16}, "extra_special_tokens is 16"),
+        ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "tokens is '<x>'"),
         ("added_tokens.json", {END: "262"}, "the id of '<|im_end|>' is '262'"),
     ],
 )

@@ -20,8 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
         *("neo-bert", "eurobert", "gemma-embedding", "t5encoder", "llama-embed"),
     ),
-    "this GGUF file is the projector of images beside a model, and generates no text; give the "
-    "model's own file": ("clip", "mmproj"),
     "it has an encoder beside its decoder": ("t5",),
     "its layers have Mamba-1 states": ("jamba", "plamo2"),
     "its layers attend and recur side by side": ("falcon-h1",),
