@@ -270,6 +270,10 @@ def _read_by_model(made: Any) -> set[str]:
     """Names of settings that the text of the class and of its model reads."""
     file = Path(inspect.getfile(made))
     model = file.with_name(file.name.replace("configuration_", "modeling_"))
+    if not model.exists():  # EXAONE 3, whose model is another's
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        model = Path(inspect.getfile(MODEL_FOR_CAUSAL_LM_MAPPING[made]))
     return {
         name
         for text in (model.read_text(),)

@@ -240,6 +240,9 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "minicpm3": [LATENT | {"num_key_value_heads": 2, "q_lora_rank": 24}],
     "internlm2": [{"bias": True}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
     "olmo2": [{"attention_bias": True}],
+    "arcee": [{"mlp_bias": True}],
+    "exaone": [{"layer_norm_epsilon": 1e-5, "activation_function": "silu"}],
+    "olmoe": [{"num_experts": 4, "num_experts_per_tok": 2}],
     "olmo3": [
         {
             "sliding_window": 3,

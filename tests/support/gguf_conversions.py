@@ -46,6 +46,9 @@ ARCHITECTURES = {
     "exaone4": "exaone4",
     "hunyuan_v1_dense": "hunyuan-dense",
     "minimax_m2": "minimax-m2",
+    "arcee": "arcee",
+    "exaone": "exaone",
+    "olmoe": "olmoe",
 }
 
 
@@ -298,7 +301,7 @@ _OF_FAMILY = {
     "minimax_m2": _minimax_m2,
 }
 # Their heads are stored as pairs in a file, though not in a folder.
-_PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama")
+_PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama", "arcee")
 # Some converters write gate and up of all experts in one tensor.
 _MERGED = ("gemma4_text", "mistral4")
 

@@ -59,6 +59,19 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4", WINDOW | {"num_hidden_layers": 4}),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "arcee": ("arcee", {}),
+    "exaone": ("exaone", {}),
+    "olmoe": (  # the norm of all heads is as wide as the stream
+        "olmoe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "head_dim": 16,
+        },
+    ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
     "minimax_m2": (
         "minimax_m2",

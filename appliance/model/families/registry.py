@@ -24,7 +24,7 @@ from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from appliance.model.families.hunyuan import HUNYUAN
 from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
-from appliance.model.families.llama import LLAMA
+from appliance.model.families.llama import ARCEE, EXAONE, LLAMA
 from appliance.model.families.minicpm import MINICPM, MINICPM3
 from appliance.model.families.minimax_m2 import MINIMAX_M2
 from appliance.model.families.ministral3 import MINISTRAL3
@@ -33,6 +33,7 @@ from appliance.model.families.mistral4 import MISTRAL4
 from appliance.model.families.mixtral import MIXTRAL
 from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from appliance.model.families.olmo2 import OLMO2, OLMO3
+from appliance.model.families.olmoe import OLMOE
 from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen import QWEN
@@ -111,15 +112,18 @@ FAMILIES: tuple[Family, ...] = (
     QWEN,
     CHATGLM,
     BAILING_MOE_V2,
+    ARCEE,
+    EXAONE,
+    OLMOE,
 )
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
     """Find a Hugging Face config's family, or None; raise UnsupportedModelError for an encoder."""
     architectures = _architectures(config)
-    for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
-            return family if family.covers(config) else None
+    of_name = [f for f in FAMILIES if any(name in f.architectures for name in architectures)]
+    if of_name:
+        return next((family for family in of_name if family.covers(config)), None)
     if why := why_unread(config):
         named = ", ".join(map(str, architectures)) or str(config.get("model_type"))
         raise UnsupportedModelError(f"architecture {named} is not supported: {why}")
@@ -140,7 +144,7 @@ def unsupported(config: Mapping[str, Any], reason: str = "") -> UnsupportedModel
     Args:
         reason: why transformers' modules cannot serve it either.
     """
-    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    supported = ", ".join(dict.fromkeys(n for family in FAMILIES for n in family.architectures))
     what = ", ".join(map(str, _architectures(config))) or "(config.json names none)"
     why = f" by transformers' modules: {reason}" if reason else ""
     return UnsupportedModelError(
