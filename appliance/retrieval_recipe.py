@@ -117,7 +117,7 @@ def recipe_of_folder(path: Path) -> RetrievalRecipe:
         UnsupportedModelError: no code here supports the encoder.
     """
     config = _optional(path / "config.json")
-    if config.get("model_type") in ENCODERS:
+    if str(config.get("model_type")) in ENCODERS:
         return _of_encoder(path, config)
     embedding, rerank = _of_modules(path)
     if rerank is None:

@@ -85,6 +85,14 @@ def test_every_refused_setting_is_named(folder: Path, report: Report) -> None:
         assert words.count(one) == 1, words
 
 
+@pytest.mark.parametrize("kind", [["llama"], {"a": 1}, 7, None])
+def test_a_model_type_that_is_no_text_is_not_a_crash(
+    kind: object, folder: Path, report: Report
+) -> None:
+    change(folder, model_type=kind)
+    assert "2 layers" in found(report(folder), Grade.OK)
+
+
 def test_every_wrong_tensor_is_named(folder: Path, report: Report) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.gate_up.weight"] = torch.ones(2, 2)

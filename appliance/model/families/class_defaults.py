@@ -64,6 +64,8 @@ def class_defaults(model_type: object) -> ClassDefaults | None:
 
 def text_type(model_type: object) -> str | None:
     """Return the `model_type` of a larger model's text part whose settings do not name it."""
+    if not isinstance(model_type, str):
+        return None
     found: str | None = _table()["text_types"].get(model_type)
     return found
 
