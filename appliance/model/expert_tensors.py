@@ -45,7 +45,8 @@ def separate_experts(
         if weights.shape(part.stored) != part.stored_shape:
             raise CheckpointError(
                 f"{where}: tensor {part.stored} has shape {weights.shape(part.stored)}, but the "
-                f"model's settings ask for {part.stored_shape}; fetch the model again"
+                f"model's settings ask for {part.stored_shape};"
+                " take config.json and weights of one revision"
             )
         parts[slot.name] = part
     return SeparatedExperts(weights, parts) if parts else weights

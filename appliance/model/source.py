@@ -265,7 +265,11 @@ def _slot_problems(
 ) -> Iterator[CheckpointError]:
     weights = source.weights
     is_gguf = isinstance(weights, GGUFWeights)  # whose tensors are listed at its start
-    advice = "use another file of the model" if is_gguf else "fetch the model again"
+    advice = (
+        "use another file of the model"
+        if is_gguf
+        else "take config.json and weights of one revision"
+    )
     for slot in slots:
         known = weights.usual_name(slot.name) if isinstance(weights, GGUFWeights) else slot.name
         where = f"{source.path.name}: tensor {known}"

@@ -75,11 +75,14 @@ def open_encoder(path: Path) -> EncoderSource:
     for name, shape in slots.items():
         stored = _stored_name(folder, name)
         if stored not in left:
-            raise CheckpointError(f"{path.name}: tensor {name} is missing; fetch the model again")
+            raise CheckpointError(
+                f"{path.name}: tensor {name} is missing;"
+                " take config.json and weights of one revision"
+            )
         if tuple(folder.shape(stored)) != shape:
             raise CheckpointError(
                 f"{path.name}: tensor {stored} has shape {tuple(folder.shape(stored))}, but "
-                f"{CONFIG_NAME} asks for {shape}; fetch the model again"
+                f"{CONFIG_NAME} asks for {shape}; take config.json and weights of one revision"
             )
         left.discard(stored)
     for name in sorted(left):

@@ -41,7 +41,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     ):
         raise CheckpointError(
             f"{config.origin}: attn_layer_indices is {str(attends)[:80]}, but must list layers "
-            f"from 0 to {layers - 1}; fetch the model again"
+            f"from 0 to {layers - 1}; take the config.json of its makers"
         )
     return read_decoder(
         config,

@@ -145,7 +145,8 @@ def _check_groups(
 
 def _contradiction(config: ConfigReader, key: str, value: int, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{config.origin}: {key} is {value}, but must be {expected}; fetch the model again"
+        f"{config.origin}: {key} is {value}, but must be {expected};"
+        " take the config.json of its makers"
     )
 
 
@@ -163,6 +164,6 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
     ):
         raise CheckpointError(
             f"{config.origin}: mlp_only_layers is {str(dense)[:80]}, but must list layers from 0 "
-            f"to {num_layers - 1}; fetch the model again"
+            f"to {num_layers - 1}; take the config.json of its makers"
         )
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]

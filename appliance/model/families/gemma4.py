@@ -150,7 +150,7 @@ def _sources(config: ConfigReader, slides: list[bool], first: int) -> list[int |
         if not same:
             raise CheckpointError(
                 f"{config.origin}: num_kv_shared_layers is {len(slides) - first}, but must leave "
-                f"layer {index} one of its type to read from; fetch the model again"
+                f"layer {index} one of its type to read from; take the config.json of its makers"
             )
         found[index] = same[-1]
     return found
@@ -197,7 +197,7 @@ def _token_input(config: ConfigReader, norm: NormSpec) -> TokenInputSpec | None:
     if rows < vocab_size:
         raise CheckpointError(
             f"{config.origin}: vocab_size_per_layer_input is {rows}, but must be at least "
-            f"vocab_size = {vocab_size}; fetch the model again"
+            f"vocab_size = {vocab_size}; take the config.json of its makers"
         )
     return TokenInputSpec(width, rows, read_activation(config, _ACTIVATION), norm)
 

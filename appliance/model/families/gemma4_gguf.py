@@ -121,7 +121,9 @@ def _token_input(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     if not width:
         return {"hidden_size_per_layer_input": 0}
     if table not in file.tensor_names():
-        raise CheckpointError(f"{file.path}: tensor {table} is missing; fetch the model again")
+        raise CheckpointError(
+            f"{file.path}: tensor {table} is missing; use another file of the model"
+        )
     return {
         "hidden_size_per_layer_input": width,
         "vocab_size_per_layer_input": file.shape(table)[0],

@@ -89,7 +89,8 @@ def _read_attending(config: ConfigReader) -> list[bool]:
     indices = config.value("full_attn_idxs")
     if found is None and not isinstance(indices, list):
         raise CheckpointError(
-            f"{config.origin}: layer_types must list {count} layers; fetch the model again"
+            f"{config.origin}: layer_types must list {count} layers;"
+            " take the config.json of its makers"
         )
     return found or [index in indices for index in range(count)]
 

@@ -254,7 +254,8 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
         if rope.scaling is RopeScaling.LLAMA3 and not rope.low_freq_factor < rope.high_freq_factor:
             raise CheckpointError(
                 f"{origin}: low_freq_factor is {rope.low_freq_factor:g} and high_freq_factor "
-                f"{rope.high_freq_factor:g}, but must be above it; fetch the model again"
+                f"{rope.high_freq_factor:g}, but must be above it;"
+                " take the config.json of its makers"
             )
 
 
@@ -290,7 +291,11 @@ def in_words(usual: Range) -> str:
 
 
 def wrong(
-    origin: str, key: str, value: Any, expected: str, advice: str = "fetch the model again"
+    origin: str,
+    key: str,
+    value: Any,
+    expected: str,
+    advice: str = "take the config.json of its makers",
 ) -> CheckpointError:
     """Build the error for a setting with a value that no model has."""
     return CheckpointError(f"{origin}: {key} is {short(value)}, but must be {expected}; {advice}")

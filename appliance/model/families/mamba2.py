@@ -72,7 +72,7 @@ def _read_width(config: ConfigReader, key: str, heads: str, expand: str | None) 
     if width * num_heads != values:
         raise CheckpointError(
             f"{config.origin}: {key} is {width}, but {heads}, {num_heads}, must have {values} "
-            f"elements, {expand} times hidden_size; fetch the model again"
+            f"elements, {expand} times hidden_size; take the config.json of its makers"
         )
     return width
 

@@ -85,7 +85,7 @@ class ConfigReader:
         if_missing: what to do about a missing one.
     """
 
-    if_wrong = "fetch the model again"
+    if_wrong = "take the config.json of its makers"
     if_missing = "add it as its maker's config.json has it"
 
     def __init__(
