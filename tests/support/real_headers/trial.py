@@ -280,8 +280,12 @@ def _write_shards(
     missing = sorted(entries.keys() - places.keys())
     if missing:
         return f"transformers' class saves {missing[0]} ({len(missing)} so), the index has it not"
+    embeddings = [
+        name for name in entries if name.endswith(("embed_tokens.weight", "embeddings.weight"))
+    ]
     for name in places.keys() - entries.keys():
-        entries[name] = "F32", (1,)  # a buffer of its day
+        is_head = name == "lm_head.weight" and embeddings  # a tied one, stored as well
+        entries[name] = entries[embeddings[0]] if is_head else ("F32", (1,))  # or an old buffer
     for shard in sorted(set(places.values())):
         inside = {name: entries[name] for name in entries if places[name] == shard}
         _write_sparse(folder / shard, inside, contents)
