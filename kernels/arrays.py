@@ -128,8 +128,6 @@ class HostArray(np.ndarray[Any, np.dtype[Any]]):
         return super().view(*to)
 
     def flatten(self, first: Any = 0, last: Any = -1) -> Any:
-        if not self.ndim:
-            return self.reshape(1)
         first, last = first % self.ndim, last % self.ndim
         shape = self.shape
         return self.reshape(*shape[:first], -1, *shape[last + 1 :])

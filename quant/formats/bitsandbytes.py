@@ -126,8 +126,8 @@ class BitsAndBytesWeights(DenseWeights):
 
     def _unpacked(self, name: str) -> Tensor:
         state, shape = self._state(name), self.shape(name)
-        table = self._part(name, ".quant_map").float().flatten()
-        packed = self._folder.load(name).flatten()
+        table = self._part(name, ".quant_map").float().reshape(-1)
+        packed = self._folder.load(name).reshape(-1)
         count = math.prod(shape)
         block = state.get("blocksize")
         if type(block) is not int or block < 1 or table.numel() != 16:
@@ -146,11 +146,11 @@ class BitsAndBytesWeights(DenseWeights):
 
     def _scales(self, name: str, state: dict[str, Any]) -> Tensor:
         """Return the largest magnitude of each block, float32; they may be codes as well."""
-        stored = self._part(name, ".absmax").flatten()
+        stored = self._part(name, ".absmax").reshape(-1)
         if f"{name}.nested_absmax" not in self._stored:
             return stored.float()
-        table = self._part(name, ".nested_quant_map").float().flatten()
-        outer = self._part(name, ".nested_absmax").float().flatten()
+        table = self._part(name, ".nested_quant_map").float().reshape(-1)
+        outer = self._part(name, ".nested_absmax").float().reshape(-1)
         block, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if type(block) is not int or block < 1 or not isinstance(offset, int | float):
             raise _damaged(self._states[name], f"nested blocks of {block!r} from {offset!r}")
@@ -165,7 +165,7 @@ class BitsAndBytesWeights(DenseWeights):
         if name not in self._settings:
             stored = self._states[name]
             try:
-                found = json.loads(bytes(self._folder.load(stored).flatten().numpy().tobytes()))
+                found = json.loads(bytes(self._folder.load(stored).reshape(-1).numpy().tobytes()))
             except (ValueError, RecursionError) as error:
                 raise _damaged(stored, f"no JSON object ({error})") from error
             if not isinstance(found, dict):

@@ -140,7 +140,7 @@ class CompressedTensorsWeights(DenseWeights):
         """Return a tensor's shape, unpacked."""
         if name not in self._packed:
             return self._folder.shape(name)
-        shape = self._part(name, SHAPE).flatten().tolist()
+        shape = self._part(name, SHAPE).reshape(-1).tolist()
         if any(type(size) is not int or size < 1 for size in shape):
             raise CheckpointError(f"{name}{SHAPE} holds {shape}, which is no shape of a matrix")
         return shape[0], shape[1]
@@ -357,9 +357,9 @@ def decode_fp8(
     if True in floats and tuple(scale.shape) == blocks:
         scales = wide
     elif False in floats and tuple(scale.shape) in ((rows, 1), (rows,)):
-        scales = wide.flatten()
+        scales = wide.reshape(-1)
     elif False in floats and scale.numel() == 1:
-        scales = wide.flatten().expand(rows).contiguous()
+        scales = wide.reshape(-1).expand(rows).contiguous()
     else:
         raise CheckpointError(
             f"{name}{SCALE} has shape {tuple(scale.shape)}, which does not belong to a weight of"

@@ -108,7 +108,7 @@ def decode(
         raise _damaged(name, form, found)
     factor = arrays.like(codes, np.ones(1, dtype=np.float32))
     if tensor_scale is not None:
-        factor = tensor_scale.float().flatten()
+        factor = tensor_scale.float().reshape(-1)
         if factor.numel() != 1 or not arrays.is_finite(factor) or not bool(factor.all()):
             raise _damaged(name, form, f"a scale of the whole weight of {factor.tolist()[:4]}")
     factor = (1 / factor if form.is_divisor else factor).expand(rows).contiguous()

@@ -105,9 +105,9 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     if found == blocks and (name.endswith(BLOCK_SCALE) or blocks[0] != rows):
         return values
     if scale.numel() == 1:
-        return values.flatten().expand(rows).contiguous()
+        return values.reshape(-1).expand(rows).contiguous()
     if found in ((rows,), (rows, 1)):
-        return values.flatten()
+        return values.reshape(-1)
     raise CheckpointError(
         f"{name} has shape {found}; a weight of {rows} x {columns} has {blocks} in blocks, or one"
         " or a row each; download or quantize the model again"

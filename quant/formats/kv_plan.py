@@ -176,7 +176,7 @@ def stored_scales(
 def _scales(weights: WeightReader, name: str, num_kv_heads: int) -> Tensor:
     scales = weights.load(name)
     assert arrays.is_array(scales)
-    scales = scales.float().flatten()
+    scales = scales.float().reshape(-1)
     if scales.numel() not in (1, num_kv_heads) or not bool(
         ((scales > 0) & scales.isfinite()).all()
     ):
