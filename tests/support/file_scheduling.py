@@ -23,11 +23,13 @@ BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
 # Seconds of one of three workers on two processors, waits included; of executed kernels when their
 # code has changed. Who begins one of these last leaves the others without work.
 SECONDS = {
+    "tests/model/test_class_defaults.py": 110,
     "tests/e2e/test_cluster.py": 92,
     ONE_UNIT: 89,
     CLIENTS: 87,
     "tests/kernels/cpu/test_sanitizers.py": 69,
     IN_BROWSER: 53,
+    "tests/model/test_real_settings.py": 50,
     "tests/engine/ranks/test_torch_engine.py": 45,
     "tests/model/test_packaged_models.py": 40,
     "tests/quant/methods/test_quality_smollm2.py": 37,
@@ -45,6 +47,9 @@ SECONDS = {
     "tests/quant/run/test_memory.py": 15,
     "tests/engine/run/test_model_runner.py": 15,
     "tests/kernels/cpu/test_pool.py": 14,
+    "tests/model/encoder/test_encoder.py": 30,
+    "tests/model/test_text_part.py": 25,
+    "tests/quant/quality/test_readers.py": 20,
     "tests/quant/kv/test_served_plan.py": 14,
     "tests/engine/test_expert_models.py": 14,
     "tests/kernels/test_compiled_kernels.py": 13,
