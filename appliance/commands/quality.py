@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import read_config
 from appliance.errors import CheckpointError, QualityError
 from appliance.events import QualityFact
 from appliance.server.quality import ServedCard
@@ -87,4 +86,6 @@ def served_card(card: Card) -> ServedCard:
 
 def _is_quantized(model: Path) -> bool:
     """Return True for quantized weights; assumes so for a single file."""
+    from appliance.checkpoint import read_config  # imports NumPy
+
     return model.is_file() or "quantization_config" in read_config(model)

@@ -84,5 +84,5 @@ def test_completions_are_those_of_transformers(
 
 
 def test_the_banner_and_health_say_who_executes_it(served: Server) -> None:
-    assert "transformers' modules execute Olmo2ForCausalLM" in " ".join(served.log.split())
+    assert "transformers' modules execute HeliumForCausalLM" in " ".join(served.log.split())
     assert served.client.get("/health").status_code == 200

@@ -92,6 +92,5 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
-    "olmoe": ("olmoe", _SIZES | {"num_experts": 5, "num_experts_per_tok": 2}),
     "gpt2": ("gpt2", {"hidden_size": 64, "num_attention_heads": 4, "n_inner": 96}),
 }

@@ -253,7 +253,9 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "exaone4": [{"sliding_window": 3, "sliding_window_pattern": 2}],
-    "hunyuan_v1_dense": [{"rope_parameters": {"rope_type": "dynamic", "alpha": 9.0}}],
+    "hunyuan_v1_dense": [
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0}}
+    ],
     "minimax_m2": [
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "use_qk_norm": True}
     ],

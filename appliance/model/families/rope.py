@@ -55,7 +55,8 @@ _OF_SECTION = ClassDefaults(
 def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
     """Read the rotary settings that all layers share; `partial` allows part of a head to rotate."""
     section, key = rope_section(config), "partial_rotary_factor"
-    share = 1.0 if key in section else config.number(key, 1.0)
+    is_outside = config.is_given(key) or key not in section
+    share = config.number(key, 1.0) if is_outside else 1.0  # the section's counts where both are
     return scaled_rope(config, section, "rope_theta", head_dim, partial, share)
 
 

@@ -7,13 +7,15 @@ import torch
 from causal_models import random_model, spread_weights
 from family_settings import OF_FAMILY, SIZES
 from teacher_forcing import logits_of
+from transformers import CONFIG_MAPPING
 
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.model.families.registry import FAMILIES
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 
-MODEL_TYPES = dict.fromkeys(family.model_type for family in FAMILIES)
+# Families that transformers has no class for have the arithmetic of others.
+MODEL_TYPES = {family.model_type for family in FAMILIES} & CONFIG_MAPPING.keys()
 OWN_HEADS = {"falcon"}  # their size follows from the width
 TOKEN_IDS = torch.randint(3, 40, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["stablelm", "olmoe"])
+@pytest.fixture(scope="module", params=["stablelm", "hunyuan-experts"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_type, settings = FALLBACKS[request.param]
     made: Path = tmp_path_factory.mktemp(request.param)
@@ -62,7 +62,8 @@ def test_eight_bits_are_packed_and_answer_nearly_as_before(folder: Path, tmp_pat
     before, _ = logits(folder)
     after, format = logits(out)
     assert format.startswith("8 bits")
-    assert 0 < float((after - before).abs().max()) < 0.1 * float(before.std()) + 0.1
+    # On average: a row whose experts change with the rounding says something else.
+    assert 0 < float((after - before).abs().mean()) < 0.05 * float(before.std())
     packed = [slot.name for slot in open_model(out).slots() if slot.is_linear]
     source = open_model(out)
     assert packed
