@@ -15,7 +15,7 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 
 # Families that transformers has no class for have the arithmetic of others.
-MODEL_TYPES = {family.model_type for family in FAMILIES} & CONFIG_MAPPING.keys()
+MODEL_TYPES = {family.model_type for family in FAMILIES}.intersection(CONFIG_MAPPING.keys())
 OWN_HEADS = {"falcon"}  # their size follows from the width
 TOKEN_IDS = torch.randint(3, 40, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 
