@@ -158,9 +158,13 @@ def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None)
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
     present = weights.tensor_names()
-    own = {slot.name for slot in tensor_slots(spec, family.names)} - {f"{family.names.head}.weight"}
-    if present and own.isdisjoint(present):
-        raise UnsupportedModelError(not_found(path.name, family.model_type, family.names, present))
+    # With the embedding, which nearly every folder has, the many names need not be listed.
+    if present and f"{family.names.embedding}.weight" not in present:
+        own = {slot.name for slot in tensor_slots(spec, family.names)}
+        if (own - {f"{family.names.head}.weight"}).isdisjoint(present):
+            raise UnsupportedModelError(
+                not_found(path.name, family.model_type, family.names, present)
+            )
     if is_part:
         weights = TextPart(weights, family.names)
     source = ModelSource(path, family, config, spec, weights)
@@ -183,12 +187,10 @@ def _with_stored_ends(source: ModelSource, folder: SafetensorsFolder) -> ModelSo
 def _of_merged(config: Mapping[str, Any]) -> Family | None:
     """Find the family of a text that merging tools left alone under its whole's architecture."""
     named = config.get("architectures")
-    wholes = (
-        [name for name in named if str(name).endswith("ForConditionalGeneration")]
-        if (isinstance(named, list))
-        else []
+    is_whole = isinstance(named, list) and any(
+        str(name).endswith("ForConditionalGeneration") for name in named
     )
-    return family_of_text(config) if wholes else None
+    return family_of_text(config) if is_whole else None
 
 
 def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> WeightReader:

@@ -41,7 +41,7 @@ def choose_open(
         begun: method of an unfinished run, which goes on whatever memory is free now.
     """
     options, notes = _fitting_blocks(source, options)
-    if Method.OPEN is not options.method:
+    if options.method is not Method.OPEN:
         return options, notes
     scheme = options.scheme
     if isinstance(scheme, WeightScheme):
