@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import subprocess
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -30,8 +35,57 @@ def docs(
     if not sys.stdout.isatty():
         sys.stdout.write(page.text)
         return
-    with console.pager(styles=True, links=False):
+    pager = _pager()
+    if pager is not None and not pager.shows_styles:
+        console = Console(color_system=None, force_terminal=False)
+    with console.capture() as printed:
         console.print(Markdown(page.text, hyperlinks=False))
+    if pager is None or not _page_through(pager, printed.get()):
+        sys.stdout.write(printed.get())
+
+
+class _Pager(NamedTuple):
+    """A command for the shell, which reads a text from its standard input."""
+
+    command: str
+    shows_styles: bool
+
+
+def _pager() -> _Pager | None:
+    """Return the pager of PAGER, else `less` or `more`; None to print without one."""
+    found = next(filter(shutil.which, ("less", "more")), "")
+    command = os.environ.get("PAGER", found).strip()
+    if not command or command == "cat" or os.environ.get("TERM") in (None, "", "dumb"):
+        return None
+    try:
+        is_less = Path(shlex.split(command)[0]).name == "less"
+    except ValueError:  # an open quote: the shell says so
+        is_less = False
+    if not is_less or any(sign in command for sign in "|;&<>"):
+        return _Pager(command, shows_styles=False)
+    # Without -R it prints the styles' escape sequences as text.
+    return _Pager(f"{command} -R", shows_styles=True)
+
+
+def _page_through(pager: _Pager, text: str) -> bool:
+    """Return False if the pager could not be started."""
+    # As git does: short texts stay on the screen.
+    environment = {"LESS": "FX", **os.environ}
+    with subprocess.Popen(
+        pager.command,
+        shell=True,
+        stdin=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+    ) as process:
+        while True:
+            try:
+                process.communicate(text)
+                break
+            except KeyboardInterrupt:  # the pager's to handle, which runs on
+                continue
+    return process.returncode not in (126, 127)
 
 
 def _named(topic: str) -> str:
