@@ -58,3 +58,10 @@ def test_a_client_elsewhere_gets_an_address_that_it_can_reach(
     result = call("home-assistant")
     assert "http://192.0.2.7:9" in result.stdout
     assert "another machine" not in result.stderr
+
+
+def test_a_client_that_is_set_up_by_hand_has_no_code() -> None:
+    result = call("home-assistant", "--code")
+    assert "set up by hand; `appliance connect home-assistant`" in str(result.exception)
+    assert result.stdout == ""
+    assert call("home-assistant").exit_code == 0

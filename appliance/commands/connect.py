@@ -27,7 +27,7 @@ def connect(
     url: Url = None,
     config: Config = None,
     code: Annotated[
-        bool, typer.Option("--code", help="Only the first text to copy, to write it to a file.")
+        bool, typer.Option("--code", help="Only the code, to write it to a file or to run it.")
     ] = False,
 ) -> None:
     """Print how to point a client at the server, with address, key and model filled in.
@@ -47,11 +47,14 @@ def connect(
         raise ConfigError(f"there is no set-up for {name!r}{nearest(name, RECIPES)}")
     recipe = RECIPES[name]
     connection, notes = _connection(recipe, url, config)
-    steps = recipe.steps(connection)
     if code:
-        typer.echo(next((step.code for step in steps if step.code), ""))
+        if not (text := recipe.code(connection)):
+            raise ConfigError(
+                f"{recipe.title} is set up by hand; `appliance connect {name}` says how"
+            )
+        typer.echo(text)
         return
-    for step in steps:
+    for step in recipe.steps(connection):
         typer.echo(f"{step.text}\n" + (f"\n{step.code}\n" if step.code else ""))
     for note in notes:
         typer.echo(f"note: {note}", err=True)

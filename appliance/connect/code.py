@@ -32,7 +32,7 @@ answer = client.chat.completions.create(
     messages=[{{"role": "user", "content": {as_literal(_QUESTION)}}}],
 )
 print(answer.choices[0].message.content)"""
-    return SetupStep("Once:", "pip install openai", "bash"), SetupStep("Then:", code, "python")
+    return _python_steps("openai", code)
 
 
 def _javascript(to: Connection) -> tuple[SetupStep, ...]:
@@ -63,7 +63,12 @@ answer = client.messages.create(
     messages=[{{"role": "user", "content": {as_literal(_QUESTION)}}}],
 )
 print(answer.content[0].text)"""
-    return SetupStep("Once:", "pip install anthropic", "bash"), SetupStep("Then:", code, "python")
+    return _python_steps("anthropic", code)
+
+
+def _python_steps(package: str, code: str) -> tuple[SetupStep, ...]:
+    step = SetupStep("Then, in a file such as chat.py:", code, "python", "chat.py")
+    return SetupStep("Once:", f"pip install {package}", "bash"), step
 
 
 COMMANDS = {

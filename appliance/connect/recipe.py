@@ -66,6 +66,12 @@ class Recipe:
     steps: Callable[[Connection], tuple[SetupStep, ...]]
     is_elsewhere: bool = False
 
+    def code(self, connection: Connection) -> str:
+        """Return the text for a file, or else the first command; empty if there is neither."""
+        steps = [step for step in self.steps(connection) if step.code]
+        steps.sort(key=lambda step: not step.file)
+        return steps[0].code if steps else ""
+
 
 def as_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)

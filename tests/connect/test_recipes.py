@@ -110,6 +110,18 @@ def test_a_step_says_where_its_code_goes(name: str) -> None:
             assert Path(step.file).name in step.text
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_code_is_for_the_file_if_there_is_one(name: str) -> None:
+    steps = RECIPES[name].steps(PLAIN)
+    code = RECIPES[name].code(PLAIN)
+    for step in steps:
+        if step.file:
+            assert code == step.code
+            break
+    assert "install" not in code.split("\n")[0], "that is done once, by hand"
+    assert bool(code) == any(step.code for step in steps)
+
+
 def test_limits_are_the_servers() -> None:
     (step,) = RECIPES["opencode"].steps(HOSTILE)
     (limits,) = json.loads(step.code)["provider"]["home"]["models"].values()

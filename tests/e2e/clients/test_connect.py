@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fetched import node_packages
 from typer.testing import CliRunner
 
 from appliance.cli import app
@@ -14,22 +16,29 @@ from appliance.cli import app
 pytestmark = pytest.mark.model
 
 
-def code_for(name: str, url: str) -> str:
-    result = CliRunner().invoke(app, ["connect", name, "--url", url])
-    assert result.exit_code == 0, result.exception
-    return result.stdout
+def in_node(program: Path) -> list[str]:
+    """Node finds packages beside the program only."""
+    (program.parent / "node_modules").symlink_to(node_packages() / "node_modules")
+    return ["node", str(program)]
 
 
-def test_curl_gets_an_answer(url: str) -> None:
-    command = code_for("curl", url).partition("\n\n")[2]
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert '"chat.completion"' in ran.stdout
+# A file's name, and the command that runs it.
+PROGRAMS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+    "curl": ("chat.sh", lambda program: ["bash", str(program)]),
+    "python": ("chat.py", lambda program: [sys.executable, str(program)]),
+    "anthropic": ("chat.py", lambda program: [sys.executable, str(program)]),
+    "javascript": ("chat.mjs", in_node),
+}
 
 
-@pytest.mark.parametrize("name", ["python", "anthropic"])
-def test_a_program_gets_an_answer(name: str, url: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(code_for(name, url).partition("Then:\n")[2])
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_code_gets_an_answer_as_it_is_printed(name: str, url: str, tmp_path: Path) -> None:
+    printed = CliRunner().invoke(app, ["connect", name, "--url", url, "--code"])
+    assert printed.exit_code == 0, printed.exception
+    file, command = PROGRAMS[name]
+    program = tmp_path / file
+    program.write_text(printed.stdout)
+    ran = subprocess.run(command(program), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip()
+    assert name != "curl" or '"chat.completion"' in ran.stdout
