@@ -26,13 +26,15 @@ class Output:
         self._one_call = one_call
         self._repeats = Repeats() if ends_on_repeat else None
         self._parts: list[Part] = []
+        self._texts: list[str] = []  # of the last part, which has none of its own meanwhile
         self._kind: type[Part] | None = None
         self._bare = False  # only white space since the kind changed
-        self._space = ""  # trailing white space; the next text decides about it
+        self._space: list[str] = []  # trailing white space; the next text decides about it
         self.ended = False
 
     def take(self) -> list[Part]:
         """Return and clear the parts since the last call."""
+        self._join()
         parts, self._parts = self._parts, []
         return parts
 
@@ -45,11 +47,11 @@ class Output:
     def begin_thought(self) -> None:
         """End the content before a thought, even one that stays empty."""
         if self._kind is not Thought:
-            self._kind, self._bare, self._space = Thought, True, ""
+            self._kind, self._bare, self._space = Thought, True, []
 
     def begin_call(self, name: str) -> None:
         if not self.ended:
-            self._kind, self._space = CallBegin, ""
+            self._kind, self._space = CallBegin, []
             self._add(self._repeats.begin(name) if self._repeats else [CallBegin(name)])
 
     def arguments(self, text: str) -> None:
@@ -65,33 +67,37 @@ class Output:
     def close(self) -> None:
         """Add held-back white space at the end."""
         if self._kind is Content and not self._bare and not self.ended and self._space:
-            self._append(Content, self._space)
+            self._add([Content("".join(self._space))])
 
     def _text(self, kind: type[Content | Thought], text: str) -> None:
         if self.ended or not text:
             return
         if self._kind is not kind:
             self._bare = kind is Thought or self._kind is not None
-            self._kind, self._space = kind, ""
+            self._kind, self._space = kind, []
         if self._bare:
             text = text.lstrip()
             if not text:
                 return
             self._bare = False
-        text = self._space + text
         shown = text.rstrip()
-        self._space = text[len(shown) :]
         if shown:
-            self._append(kind, shown)
-
-    def _append(self, kind: type[Content | Thought], text: str) -> None:
-        self._add([kind(text)])
+            self._add([kind("".join([*self._space, shown]))])
+            self._space.clear()
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])
 
     def _add(self, parts: Iterable[Part]) -> None:
         """Add parts, merging those that continue the last one."""
         for part in parts:
             last = self._parts[-1] if self._parts else None
             if isinstance(part, CallBegin) or type(last) is not type(part):
+                self._join()
                 self._parts.append(part)
-            else:
-                self._parts[-1] = type(part)(last.text + part.text)
+            if not isinstance(part, CallBegin):
+                self._texts.append(part.text)
+
+    def _join(self) -> None:
+        if self._texts and not isinstance(last := self._parts[-1], CallBegin):
+            self._parts[-1] = type(last)("".join(self._texts))
+        self._texts.clear()

@@ -6,7 +6,9 @@ depend on how the text is split.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -32,18 +34,19 @@ class Source:
         self.thinking = False
         self._text = ""
         self._at = 0
-        self._mark: int | None = None  # where the attempt began
+        self._mark: int | None = None  # where the attempt began, as far as it is in the text
+        self._attempted: list[str] = []  # the attempt before that
         self._marked = False  # the attempt began with a mark
         self._closed = False
         self._starved = False  # the attempt ran out of text
         self._cut = self._must_call = False
 
     def feed(self, text: str) -> None:
-        start = self._at if self._mark is None else self._mark
-        self._text = self._text[start:] + text
-        self._at -= start
         if self._mark is not None:
+            self._attempted.append(self._text[self._mark : self._at])
             self._mark = 0
+        self._text = self._text[self._at :] + text
+        self._at = 0
 
     def close(self, *, cut: bool = False, must_call: bool = False) -> None:
         """End the text.
@@ -58,7 +61,8 @@ class Source:
     # ---- attempts: text that may be a call, else content ----
 
     def attempt(self, opening: str) -> None:
-        self._mark = self._at - len(opening)
+        # The opening may have come with earlier texts.
+        self._attempted, self._mark = [opening], self._at
         self._marked, self._starved = bool(opening), False
 
     def begin_call(self, name: str) -> None:
@@ -81,7 +85,8 @@ class Source:
         if self._cut and self._starved and (self._marked or self._must_call):
             self._at = len(self._text)
         else:
-            self.output.content(self._text[self._mark : self._at])
+            self._attempted.append(self._text[self._mark : self._at])
+            self.output.content("".join(self._attempted))
         self._mark = None
 
     # ---- reading: every method pauses until the text is unambiguous ----
@@ -118,7 +123,8 @@ class Source:
             if self._text.startswith(expected, self._at):
                 self._at += len(expected)
                 return True
-            if not expected.startswith(self._text[self._at :]):
+            short = len(self._text) - self._at < len(expected)
+            if not (short and expected.startswith(self._text[self._at :])):
                 return False
             if not (yield from self.more()):
                 return False
@@ -128,7 +134,8 @@ class Source:
         yield from self.skip_space()
         if (yield from self.literal(expected)):
             return True
-        if expected.startswith(self._text[self._at :]):  # at the end of the answer
+        short = len(self._text) - self._at < len(expected)
+        if short and expected.startswith(self._text[self._at :]):  # at the end of the answer
             self._at = len(self._text)
         return False
 
@@ -156,18 +163,15 @@ class Source:
         Returns:
             The marker, or None if the text ends first.
         """
-        openings = {marker[0] for marker in markers}
+        find = _one_of(markers).search
         while True:
-            held = len(self._text)
-            if not openings.isdisjoint(self._text[self._at :]):
-                if self._cut or not self._closed:
-                    held = self._first_beginning(markers)
-                found = [(at, m) for m in markers if (at := self._text.find(m, self._at)) >= 0]
-                if found and min(found)[0] <= held:
-                    at, marker = min(found)
-                    self._hand_on(at, emit)
-                    self._at = at + len(marker)
-                    return marker
+            waits = self._cut or not self._closed
+            held = self._first_beginning(markers) if waits else len(self._text)
+            found = find(self._text, self._at)
+            if found is not None and found.start() <= held:
+                self._hand_on(found.start(), emit)
+                self._at = found.end()
+                return found.group()
             self._hand_on(held, emit)
             if not (yield from self.more()):
                 if not self._cut:  # otherwise it holds back half a marker
@@ -183,7 +187,14 @@ class Source:
     def _first_beginning(self, markers: tuple[str, ...]) -> int:
         """Return where a marker cut by the text's end begins, or the text's length."""
         length = len(self._text)
-        for start in range(max(self._at, length - max(map(len, markers)) + 1), length):
+        longest = max(map(len, markers), default=1)
+        for start in range(max(self._at, length - longest + 1), length):
             if any(marker.startswith(self._text[start:]) for marker in markers):
                 return start
         return length
+
+
+@lru_cache(maxsize=256)
+def _one_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the expression that finds the first of some markers; one without any matches nothing."""
+    return re.compile("|".join(map(re.escape, markers)) or "(?!)")

@@ -74,6 +74,13 @@ def _object(arguments: str) -> Any:
 def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
     """Write calls and results as plain turns; join adjacent turns of one role."""
     plain: list[Turn] = []
+    joined: list[str] = []  # texts of the last turn, if a result ended it
+
+    def join() -> None:
+        if joined:
+            plain[-1]["content"] = "\n".join(joined)
+            joined.clear()
+
     for turn in turns:
         turn.pop("tool_call_id", None)
         calls = turn.pop("tool_calls", ())
@@ -86,9 +93,13 @@ def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
             text = f"<tool_response>\n{turn['content']}\n</tool_response>"
             turn = {"role": "user", "content": text}
             if plain and plain[-1]["role"] == "user":
-                plain[-1]["content"] += "\n" + text
+                if not joined:
+                    joined.append(plain[-1]["content"])
+                joined.append(text)
                 continue
+        join()
         plain.append(turn)
+    join()
     return plain
 
 
