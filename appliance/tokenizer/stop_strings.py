@@ -6,7 +6,8 @@ from __future__ import annotations
 class StopStringMatcher:
     """Finds the first complete stop string and emits no part of it.
 
-    The result does not depend on how the text is split.
+    The result does not depend on how the text is split. Each character takes a few steps for each
+    string, whatever its length (Knuth, Morris and Pratt 1977).
 
     Args:
         stop: non-empty strings that end the text.
@@ -14,7 +15,9 @@ class StopStringMatcher:
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         assert all(stop), stop
-        self._stop = stop
+        self._stop = sorted(set(stop), key=len, reverse=True)  # of two that end together the longer
+        self._fallbacks: list[list[int]] | None = None  # once a string may have begun
+        self._matched = [0] * len(self._stop)  # characters of each that the text ends with
         self._openings = {string[0] for string in stop}
         self._held = ""  # a suffix that could still become a stop string
         self.matched = ""  # the stop string found
@@ -29,26 +32,44 @@ class StopStringMatcher:
         """
         if not self._held and self._openings.isdisjoint(text):
             return text, False  # the usual case
-        text = self._held + text
-        self._held = ""
-        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
-        if found:
-            _, start, self.matched = min(found)
-            return text[:start], True
-        held = self._length_to_hold(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        if self._fallbacks is None:
+            self._fallbacks = list(map(_fallbacks, self._stop))
+        before, text = len(self._held), self._held + text
+        for end in range(before, len(text)):
+            for number, stop in enumerate(self._stop):
+                if self._advance(number, text[end]) == len(stop):
+                    self.matched = stop
+                    return text[: end + 1 - len(stop)], True
+        shown = len(text) - max(self._matched)
+        self._held = text[shown:]
+        return text[:shown], False
 
     def flush(self) -> str:
         """Return the held-back text at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
-    def _length_to_hold(self, text: str) -> int:
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+    def _advance(self, number: int, character: str) -> int:
+        """Return how much of a stop string the text ends with after one more character."""
+        assert self._fallbacks is not None
+        stop, fallbacks, matched = (
+            self._stop[number],
+            self._fallbacks[number],
+            self._matched[number],
+        )
+        while matched and stop[matched] != character:
+            matched = fallbacks[matched - 1]
+        self._matched[number] = matched + (stop[matched] == character)
+        return self._matched[number]
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """Return for each prefix the length of the longest other one that it ends with."""
+    found = [0]
+    length = 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = found[length - 1]
+        length += stop[length] == character
+        found.append(length)
+    return found
