@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
@@ -23,7 +24,7 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
     Raises:
         RequestError: a message has unsupported content.
     """
-    open_calls: list[tuple[str, str]] = []  # id and name of calls without a result
+    open_calls = _OpenCalls()
     turns: list[Turn] = []
     count = 0
     for number, message in enumerate(messages):
@@ -42,7 +43,7 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
             arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
             call_id, name = call.id or f"call_{count}", call.function.name
             count += 1
-            open_calls.append((call_id, name))
+            open_calls.add(call_id, name)
             turn.setdefault("tool_calls", []).append(
                 {
                     "id": call_id,
@@ -51,7 +52,8 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
                 }
             )
         if message.role == "tool":
-            call_id, name = _answered(message, open_calls) or ("call", message.tool_name or "")
+            answered = open_calls.answer(message.tool_call_id or message.tool_name)
+            call_id, name = answered or ("call", message.tool_name or "")
             turn["tool_call_id"] = message.tool_call_id or call_id
             if name:
                 turn["name"] = name
@@ -59,14 +61,30 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
     return turns
 
 
-def _answered(message: OllamaTurn, open_calls: list[tuple[str, str]]) -> tuple[str, str] | None:
-    """Find the call that a result answers: by id, else the first of its name, else the first."""
-    for call in open_calls:
-        wanted = message.tool_call_id or message.tool_name
-        if wanted in (None, call[0], call[1]):
-            open_calls.remove(call)
-            return call
-    return None
+class _OpenCalls:
+    """Calls without a result, by id and by name: finding one takes the same time among any number."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()  # id and name, by number
+        self._numbers: defaultdict[str, deque[int]] = defaultdict(deque)  # by id or name
+        self._count = 0
+
+    def add(self, call_id: str, name: str) -> None:
+        self._open[self._count] = (call_id, name)
+        for key in {call_id, name}:
+            self._numbers[key].append(self._count)
+        self._count += 1
+
+    def answer(self, wanted: str | None) -> tuple[str, str] | None:
+        """Close and return the first call of an id or name, of any if None; None if there is none."""
+        if wanted is None:
+            return self._open.popitem(last=False)[1] if self._open else None
+        numbers = self._numbers.get(wanted, deque())
+        while numbers:
+            call = self._open.pop(numbers.popleft(), None)
+            if call is not None:  # its other key has not closed it
+                return call
+        return None
 
 
 def tools_of(tools: Sequence[OllamaTool]) -> Tools:
