@@ -115,12 +115,13 @@ def allowed(offers: Sequence[Offer], names: Sequence[str]) -> list[Offer]:
     Raises:
         RequestError: it names an unknown tool.
     """
-    if unknown := set(names) - {offer.name for offer in offers}:
+    wanted = set(names)
+    if unknown := wanted - {offer.name for offer in offers}:
         raise RequestError(
             f"tool_choice allows {min(unknown)[:80]!r}, which is not among the tools",
             param="tool_choice",
         )
-    return [offer for offer in offers if offer.name in names]
+    return [offer for offer in offers if offer.name in wanted]
 
 
 def new_call_id(*, short: bool) -> str:

@@ -8,7 +8,7 @@ import json
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
+from appliance.dialects import CallArguments, CallBegin, Part, Thought
 from appliance.engine.request import FinishReason
 from appliance.server.anthropic.answers import (
     AnswerBlock,
@@ -152,34 +152,32 @@ def _delta(kind: type[Part] | None) -> TextDelta | ThinkingDelta | InputDelta:
 
 def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
     blocks: list[AnswerBlock] = []
-    arguments: list[str] = []  # of the last call
+    kind: type[Part] | None = None
+    texts: list[str] = []  # of the last block
 
-    def end_call() -> None:
-        if arguments and isinstance(call := blocks[-1], ToolUseBlock):
-            call.input = _input("".join(arguments))
-            arguments.clear()
+    def end_block() -> None:
+        text = "".join(texts)
+        texts.clear()
+        match blocks[-1] if blocks else None:
+            case TextBlock() as block:
+                block.text = text
+            case ThinkingBlock() as block:
+                block.thinking, block.signature = text, _signature(text)
+            case ToolUseBlock() as block:
+                block.input = _input(text)
 
     for part in parts:
-        if isinstance(part, CallArguments):
-            arguments.append(part.text)
+        if isinstance(part, CallBegin):
+            end_block()
+            blocks.append(_call(part, {}))
+            kind = CallArguments
             continue
-        end_call()
-        latest = blocks[-1] if blocks else None
-        match part, latest:
-            case Content(text), TextBlock():
-                latest.text += text
-            case Content(text), _:
-                blocks.append(TextBlock(text=text))
-            case Thought(text), ThinkingBlock():
-                latest.thinking += text
-            case Thought(text), _:
-                blocks.append(ThinkingBlock(thinking=text))
-            case CallBegin(), _:
-                blocks.append(_call(part, {}))
-    end_call()
-    for block in blocks:
-        if isinstance(block, ThinkingBlock):
-            block.signature = _signature(block.thinking)
+        if type(part) is not kind:
+            end_block()
+            blocks.append(ThinkingBlock() if isinstance(part, Thought) else TextBlock())
+            kind = type(part)
+        texts.append(part.text)
+    end_block()
     return blocks
 
 
