@@ -22,7 +22,8 @@ from appliance.engine.process.engine_state import EngineState
 from appliance.errors import EngineError
 from appliance.found_model import find_model_of
 from appliance.runtime import free_host_bytes
-from appliance.server.serve import ModelToServe, opened_server
+from appliance.server.model_state import ModelToServe
+from appliance.server.serve import opened_server
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -91,7 +92,9 @@ class ServedReplica:
         decoded = msgspec.structs.replace(decoded, server=server, engine=engine)
         ready: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
         self._opened = ExitStack()
-        self._server = self._opened.enter_context(opened_server(decoded, [ModelToServe(found)]))
+        self._server = self._opened.enter_context(
+            opened_server(decoded, [ModelToServe(found, engine)])
+        )
         self._task = asyncio.create_task(
             self._server.run(lambda *_: None, ready.set_result, signals=False)
         )

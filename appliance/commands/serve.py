@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ import typer
 from appliance import stages
 from appliance.commands.model_argument import Model
 from appliance.commands.parting import parting
-from appliance.commands.quality import quality_of
+from appliance.commands.quality import Quality, quality_of
 from appliance.commands.serve_auto import with_best_fit
 from appliance.commands.serve_banner import banner
 from appliance.commands.setting_flags import Flags, with_setting_flags
@@ -32,7 +32,7 @@ from appliance.config import (
 from appliance.errors import ApplianceError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from appliance.config import ModelConfig, Settings
     from appliance.engine.messages import EngineInfo
@@ -104,8 +104,11 @@ def _run(
 ) -> int:
     """Find the model and serve it; return the number of finished requests."""
     from appliance.found_model import find_model_of
+    from appliance.hub.growth import ignore_progress
     from appliance.progress import ProgressLine
-    from appliance.server.serve import ModelToServe, run_server
+    from appliance.server.api_server import none_can_be_had
+    from appliance.server.model_state import MissingModel, ModelToServe
+    from appliance.server.serve import run_server
     from appliance.service.notice import ServiceNotice
 
     server = settings.server
@@ -117,18 +120,36 @@ def _run(
             progress(stage, done, total)
             notice.progress(stage, done, total)
 
-        models, found, qualities = [], [], {}
+        found: list[ModelToServe | MissingModel] = []
+        qualities: dict[str, Quality] = {}
+        failures: list[ApplianceError] = []
+
+        def find(
+            model: ModelConfig, on_progress: Callable[[str, int, int], None] = ignore_progress
+        ) -> ModelToServe:
+            resolved, engine = find_model_of(model.engine, on_progress)
+            if auto:
+                engine, why = with_best_fit(engine, resolved.path)
+                logger.info("auto: %s", why)
+            quality = quality_of(resolved.path, conditions)
+            qualities[model.name or resolved.name] = quality
+            engine = msgspec.structs.replace(engine, model=str(resolved.path))
+            return ModelToServe(resolved, engine, quality.card)
+
         for model in settings.served:
-            with _about(model) if settings.models else contextlib.nullcontext():
-                resolved, engine = find_model_of(model.engine, show_progress)
-                if auto:
-                    engine, why = with_best_fit(engine, resolved.path)
-                    logger.info("auto: %s", why)
-                quality = quality_of(resolved.path, conditions)
-            models.append(msgspec.structs.replace(model, engine=engine))
-            found.append(ModelToServe(resolved, quality.card))
-            qualities[model.name or server.served_model_name or resolved.name] = quality
-        settings = msgspec.structs.replace(settings, models=tuple(models))
+            try:
+                found.append(find(model, show_progress))
+            except ApplianceError as error:
+                if model.name is None or not settings.models:
+                    raise
+                missing = MissingModel(model.name, model.engine, str(error), partial(find, model))
+                found.append(missing)
+                error.args = (f"[models.{model.name}]: {error}", *error.args[1:])
+                failures.append(error)
+        if len(failures) == len(found):
+            raise none_can_be_had(failures)
+        for failure in failures:
+            logger.warning("%s; its requests are refused until it can be had", failure)
 
         def say_ready(ready: RunningServer) -> None:
             progress.close()
@@ -164,17 +185,6 @@ def _run(
             warnings=warnings,
             notice=notice,
         )
-
-
-@contextlib.contextmanager
-def _about(model: ModelConfig) -> Iterator[None]:
-    """Add the configuration table's name to errors."""
-    try:
-        yield
-    except ApplianceError as error:
-        if model.name is not None and f"[models.{model.name}]" not in str(error):
-            error.args = (f"[models.{model.name}]: {error}", *error.args[1:])
-        raise
 
 
 def _started_in(launched: LaunchedProcess, info: EngineInfo) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appliance.errors import ApplianceError, EngineUnavailableError
+from appliance.errors import ApplianceError, EngineUnavailableError, ModelError
 from appliance.server.listener import url_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             loop.add_signal_handler(number, self.stop)
-        await self.state.default.engine.prepare()
+        first = next((one for one in self.state.models if not one.is_missing), self.state.default)
+        await first.engine.prepare()
         loading = asyncio.create_task(self._load(on_progress))
         web = await asyncio.to_thread(self._web_server)  # in parallel with the engine's start
         following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
@@ -110,15 +111,22 @@ class ApiServer:
         return WebServer.of(self.state, self._certificate)
 
     async def _load(self, on_progress: ProgressCallback) -> RunningServer:
-        """Load the first model that loads; if none does, raise the first one's error."""
-        failure: ApplianceError | None = None
+        """Load the first model that loads.
+
+        Raises:
+            ApplianceError: none does; the message has each one's reason, the class the first's.
+        """
+        failures: list[ApplianceError] = []
         for model in self.state.models:
+            if model.is_missing:  # was sought a moment ago
+                continue
             try:
                 info = await model.begin_loading(on_progress)
             except ApplianceError as error:
                 if len(self.state.models) > 1:
                     logger.error("%s cannot be loaded: %s", model.model_id, error)
-                failure = failure or error
+                    error.args = (f"{model.model_id}: {error}", *error.args[1:])
+                failures.append(error)
                 continue
             self.state.is_up = True
             _, tokenizer = model.serving()
@@ -131,8 +139,12 @@ class ApiServer:
                 tuple(one.model_id for one in self.state.models if one is not model),
                 len(model.engine.replicas),
             )
-        assert failure is not None
-        raise failure
+        failures += [
+            ModelError(f"{model.model_id}: {model.engine.reason}")
+            for model in self.state.models
+            if model.is_missing
+        ]
+        raise none_can_be_had(failures)
 
     async def _drain(self) -> None:
         """Refuse new requests, and give open ones time to finish."""
@@ -157,6 +169,15 @@ class ApiServer:
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
+
+
+def none_can_be_had(failures: Sequence[ApplianceError]) -> ApplianceError:
+    """Return the error of a server without any model, of the first failure's class."""
+    error = failures[0]
+    if len(failures) > 1:
+        reasons = "; ".join(map(str, failures))
+        error.args = (f"none of the {len(failures)} models can be served: {reasons}",)
+    return error
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from appliance.adapter_names import AdapterRegistry
 from appliance.api_keys import NO_KEY
@@ -17,10 +22,11 @@ from appliance.server.metrics import Metrics
 from appliance.server.queue import Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
-    from appliance.config import ServerConfig
+    from appliance.config import EngineConfig, ServerConfig
     from appliance.engine.messages import EngineInfo, StepReport
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.limits import KeyUse
@@ -51,11 +57,47 @@ class FoundModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ModelToServe:
+    """A model on this machine.
+
+    Attributes:
+        engine: its settings, with local paths of adapters and draft model.
+        quality_card: None if it has none.
+    """
+
+    model: FoundModel
+    engine: EngineConfig
+    quality_card: ServedCard | None = None
+
+    @property
+    def local_engine(self) -> EngineConfig:
+        """Its settings, with the model's path too."""
+        return msgspec.structs.replace(self.engine, model=str(self.model.path))
+
+
+@dataclass(frozen=True, slots=True)
+class MissingModel:
+    """A configured model that cannot be had at the moment.
+
+    Attributes:
+        engine: its settings as they were given.
+        reason: why it cannot be had.
+        find: tries again, for long if it has to fetch files; raises ApplianceError.
+    """
+
+    name: str
+    engine: EngineConfig
+    reason: str
+    find: Callable[[], ModelToServe]
+
+
 class ModelState:
     """One model of a server.
 
     Args:
         server: state shared by its models.
+        found: its files; those of a missing model are sought again when a request needs them.
 
     Attributes:
         tokenizer: None until loaded.
@@ -68,7 +110,7 @@ class ModelState:
         self,
         server: ServerState,
         engine: ServedEngine,
-        found: FoundModel,
+        found: FoundModel | MissingModel,
         model_id: str,
         *,
         quality_card: ServedCard | None = None,
@@ -84,6 +126,8 @@ class ModelState:
         self.adapters = AdapterRegistry(engine.config, model_id)
         self.queue = Queue(server.config, engine, self.metrics, server.keys)
         self._found = found
+        if isinstance(found, MissingModel):
+            engine.lack(found.reason)
         self._loading: asyncio.Task[EngineInfo] | None = None
         engine.observers += [self._take_warnings, self.metrics.take_steps, self._rest]
 
@@ -147,8 +191,37 @@ class ModelState:
                 f"the model {self.model_id!r} cannot be loaded: {error}"
             ) from error
 
+    @property
+    def is_missing(self) -> bool:
+        """True if its files could not be had when they were last sought."""
+        return isinstance(self._found, MissingModel)
+
+    async def _files(self) -> FoundModel:
+        """Return the model's files; seek those that are missing."""
+        missing = self._found
+        if not isinstance(missing, MissingModel):
+            return missing
+        try:
+            served = await _in_daemon(missing.find)
+        except ApplianceError as error:
+            self.engine.lack(str(error))
+            raise
+        self.engine.configure(served.local_engine)
+        self.quality_card = served.quality_card
+        self.adapters = AdapterRegistry(served.engine, self.model_id)
+        self._found = served.model
+        return served.model
+
     async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
-        reading = asyncio.ensure_future(asyncio.to_thread(_read_tokenizer, self._found.path))
+        try:
+            return await self._load_files(await self._files(), on_progress)
+        except ApplianceError as error:
+            if self.server.is_up:  # its waiters may be gone
+                logger.error("%s cannot be loaded: %s", self.model_id, error)
+            raise
+
+    async def _load_files(self, found: FoundModel, on_progress: ProgressCallback) -> EngineInfo:
+        reading = asyncio.ensure_future(asyncio.to_thread(_read_tokenizer, found.path))
 
         async def end_tokens() -> tuple[int, ...]:
             return (await reading).eos_token_ids
@@ -158,15 +231,11 @@ class ModelState:
             tokenizer = await reading
             await asyncio.to_thread(tokenizer.isolate_template)
             info = await loading
-        except ApplianceError as error:
-            if self.server.is_up:  # its waiters may be gone
-                logger.error("%s cannot be loaded: %s", self.model_id, error)
-            raise
         finally:
             loading.cancel()  # no effect if it has ended
             await asyncio.gather(loading, return_exceptions=True)
         self.sampling = choose_defaults(
-            self.engine.config.generation_config, tokenizer.sampling, self._found.sampling
+            self.engine.config.generation_config, tokenizer.sampling, found.sampling
         )
         self.tokenizer = tokenizer
         settle()
@@ -239,6 +308,21 @@ class ModelState:
         adapters = [repr(one) for one in self.adapters.names()[:_MOST_NAMES]]
         beside = f", and as adapters of it {', '.join(adapters)}" if adapters else ""
         return f"{self.model_id!r}{beside}"
+
+
+async def _in_daemon(find: Callable[[], ModelToServe]) -> ModelToServe:
+    """Call in a thread that keeps no process alive: a download may outlast the server."""
+    found: Future[ModelToServe] = Future()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found.set_result(find())
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=run, name="finds-model", daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

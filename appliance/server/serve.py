@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import resource
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import uvloop
 
 from appliance.config import jobs_dir
@@ -17,7 +15,7 @@ from appliance.log import RecentWarnings
 from appliance.server.api_server import ApiServer
 from appliance.server.certificate import Certificate
 from appliance.server.listener import bind
-from appliance.server.model_state import ModelState
+from appliance.server.model_state import MissingModel, ModelState
 from appliance.server.replicas import Memories, make_engine
 from appliance.server.state import ServerState
 from appliance.service.notice import ServiceNotice
@@ -31,21 +29,12 @@ if TYPE_CHECKING:
     from appliance.engine.process.residency import Residency
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.api_server import ReadyCallback
-    from appliance.server.model_state import FoundModel
-    from appliance.server.quality import ServedCard
-
-
-@dataclass(frozen=True, slots=True)
-class ModelToServe:
-    """A model on this machine, and its quality card, if any."""
-
-    model: FoundModel
-    quality_card: ServedCard | None = None
+    from appliance.server.model_state import FoundModel, ModelToServe
 
 
 def run_server(
     settings: Settings,
-    found: Sequence[ModelToServe],
+    found: Sequence[ModelToServe | MissingModel],
     *,
     on_progress: ProgressCallback,
     on_ready: ReadyCallback,
@@ -59,7 +48,8 @@ def run_server(
     SIGTERM and SIGINT drain running streams; a second signal ends at once.
 
     Args:
-        found: the models of `settings.served`; loads the first that loads now, others on request.
+        found: the models of `settings.served`; loads the first that loads now, others on request,
+            missing ones as soon as they can be had.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called once the server accepts requests.
         launched: the first engine process, if already started.
@@ -89,7 +79,7 @@ def run_server(
 @contextmanager
 def opened_server(
     settings: Settings,
-    found: Sequence[ModelToServe],
+    found: Sequence[ModelToServe | MissingModel],
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     launched: LaunchedProcess | None = None,
@@ -109,8 +99,14 @@ def opened_server(
             jobs_folder=jobs_dir(),
         )
         memories = Memories(config.models_memory, is_shared=len(found) > 1)
+        first = next((one for one in found if not isinstance(one, MissingModel)), None)
+        files: FoundModel | MissingModel
         for model, of in zip(settings.served, found, strict=True):
-            name = model.name or of.model.name
+            if isinstance(of, MissingModel):
+                files, name, local, card = of, of.name, of.engine, None
+            else:
+                files, name = of.model, model.name or of.model.name
+                local, card = of.local_engine, of.quality_card
 
             def make(
                 engine: EngineConfig,
@@ -119,7 +115,7 @@ def opened_server(
                 replica: Replica | None,
                 *,
                 name: str = name,
-                is_first: bool = of is found[0],
+                is_first: bool = of is first,
             ) -> EngineClient:
                 return EngineClient(
                     engine,
@@ -131,12 +127,8 @@ def opened_server(
                     replica=replica,
                 )
 
-            engine = make_engine(
-                msgspec.structs.replace(model.engine, model=str(of.model.path)), memories, make
-            )
-            state.models.append(
-                ModelState(state, engine, of.model, name, quality_card=of.quality_card)
-            )
+            engine = make_engine(local, memories, make)
+            state.models.append(ModelState(state, engine, files, name, quality_card=card))
         state.check_names()
         yield ApiServer(state, sock, certificate, notice or ServiceNotice())
 

@@ -13,7 +13,8 @@ from appliance.config import load_settings, service_socket
 from appliance.errors import ApplianceError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server import connection
-from appliance.server.serve import ModelToServe, run_server
+from appliance.server.model_state import ModelToServe
+from appliance.server.serve import run_server
 from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(folder: str, echo: str, port: str, knobs: str) -> int:
     try:
         run_server(
             settings,
-            [ModelToServe(Found(Path(folder), "echo"))],
+            [ModelToServe(Found(Path(folder), "echo"), settings.engine)],
             on_progress=progress,
             on_ready=ready,
             engine_command=(sys.executable, echo, knobs),

@@ -136,6 +136,14 @@ class EngineClient(SupervisedEngine, OpenRequests):
     def _open(self) -> Iterable[Generation]:
         return self._generations.values()
 
+    def lack(self, reason: str) -> None:
+        """Note why there is no model to load yet."""
+        self._supervisor.lack(reason)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Replace the settings before the first start."""
+        self.config = config
+
     async def prepare(self) -> None:
         """Start the process before `start`: it imports while the caller reads the tokenizer."""
         await self._supervisor.prepare()

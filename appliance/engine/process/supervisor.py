@@ -155,6 +155,10 @@ class Supervisor:
         self._task = asyncio.create_task(self._keep_alive(load), name="engine-supervisor")
         return info
 
+    def lack(self, reason: str) -> None:
+        """Note why there is nothing to load yet; `start` tries it."""
+        self.state, self.reason = EngineState.FAILED, reason
+
     def send(self, message: ToEngine) -> None:
         if self.process is not None:
             self.process.connection.send(message)

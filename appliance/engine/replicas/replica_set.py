@@ -27,6 +27,7 @@ from appliance.errors import EngineUnavailableError, MemoryPlanError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from appliance.config import EngineConfig
     from appliance.engine.messages import EngineInfo, StepReport, Table, Vocabulary
     from appliance.engine.process.client import EngineClient
     from appliance.engine.process.generation import Generation
@@ -143,6 +144,17 @@ class ReplicaSet(OpenRequests):
     def place(self) -> Resident:
         """The most recently used replica's place in memory."""
         return max((one.place for one in self.replicas), key=lambda place: place.last_used)
+
+    def lack(self, reason: str) -> None:
+        """Note why there is no model to load yet."""
+        for replica in self.replicas:
+            replica.lack(reason)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Replace the settings before the first start; each replica keeps its threads."""
+        for replica in self.replicas:
+            replica.configure(msgspec.structs.replace(config, threads=replica.config.threads))
+        self.config = self.replicas[0].config
 
     async def prepare(self) -> None:
         await asyncio.gather(*(replica.prepare() for replica in self.replicas))

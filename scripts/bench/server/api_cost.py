@@ -45,7 +45,8 @@ TEXT = (
 def serve(model: str, steps_per_second: str) -> None:
     """Run `appliance serve` with an engine that repeats its prompt at a pace, as a child."""
     from appliance import log
-    from appliance.server.serve import ModelToServe, run_server
+    from appliance.server.model_state import ModelToServe
+    from appliance.server.serve import run_server
 
     log.configure()
     resolved = resolve_model(model, cache_dir=cache_dir())
@@ -56,9 +57,10 @@ def serve(model: str, steps_per_second: str) -> None:
         text = banner(ready.url, ready.name, ready.info)
         sys.stderr.write(f"{text}\nready {ready.url}\n")
 
+    settings = load_settings({"port": 0, "max_num_seqs": 256, "max_model_len": 32_768})
     run_server(
-        load_settings({"port": 0, "max_num_seqs": 256, "max_model_len": 32_768}),
-        [ModelToServe(resolved)],
+        settings,
+        [ModelToServe(resolved, settings.engine)],
         on_progress=lambda stage, done, total: None,
         on_ready=say_ready,
         engine_command=(sys.executable, str(ECHO), knobs),
