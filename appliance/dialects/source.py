@@ -196,5 +196,5 @@ class Source:
 
 @lru_cache(maxsize=256)
 def _one_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the expression that finds the first of some markers; one without any matches nothing."""
+    """Return the expression that finds the first of some markers."""
     return re.compile("|".join(map(re.escape, markers)) or "(?!)")

@@ -62,7 +62,7 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
 
 
 class _OpenCalls:
-    """Calls without a result, by id and by name: finding one takes the same time among any number."""
+    """Calls without a result, found by id or name in the same time among any number."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()  # id and name, by number
@@ -76,7 +76,7 @@ class _OpenCalls:
         self._count += 1
 
     def answer(self, wanted: str | None) -> tuple[str, str] | None:
-        """Close and return the first call of an id or name, of any if None; None if there is none."""
+        """Close and return the first call of an id or name, or the first of all."""
         if wanted is None:
             return self._open.popitem(last=False)[1] if self._open else None
         numbers = self._numbers.get(wanted, deque())
