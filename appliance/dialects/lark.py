@@ -7,11 +7,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from appliance.grammar.grammar import embedded
+from appliance.errors import RequestError
+from appliance.grammar.grammar import MAX_TEXT, embedded
 
 _ANYTHING = r"(.|\n)*"
 ANY_TEXT = f"/{_ANYTHING}/"
 _SPECIAL = set("\\^$.|?*+()[]{}/")
+# Characters written for one grammar, equal rules included: a schema can name a part of itself
+# again and again, so that what it stands for grows without limit.
+MAX_WRITTEN = 2 * MAX_TEXT
 
 
 class Lark:
@@ -23,19 +27,30 @@ class Lark:
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self._control = control
-        self._rules: dict[str, str] = {}
+        self._rules: dict[str, str] = {}  # names by content
+        self._written = 0
+
+    def spend(self, characters: int) -> None:
+        """Count work on the grammar.
+
+        Raises:
+            RequestError: the tools need too much of it.
+        """
+        self._written += 1 + characters
+        if self._written > MAX_WRITTEN:
+            raise RequestError(
+                f"the schemas make a grammar of more than {MAX_WRITTEN:,} characters; make them "
+                "smaller, or name fewer parts by $ref",
+                param="tools",
+            )
 
     def rule(self, content: str, options: str = "") -> str:
         """Add a rule and return its name; equal content shares one rule."""
-        for name, known in self._rules.items():
-            if known == f"{options}: {content}":
-                return name
-        name = f"r{len(self._rules)}"
-        self._rules[name] = f"{options}: {content}"
-        return name
+        return self._named("r", f"{options}: {content}")
 
     def mark(self, text: str) -> str:
         """Return the terminal of a control token or of plain text; "" for no text."""
+        self.spend(len(text))
         if text in self._control:
             return f"<[{self._control[text]}]>"
         return json.dumps(text) if text else ""
@@ -69,12 +84,12 @@ class Lark:
         return self.rule(f"{text} & ~/{_ANYTHING}{end}(.|\n)+/", "[lazy]")
 
     def _terminal(self, content: str) -> str:
-        for name, known in self._rules.items():
-            if known == f": {content}":
-                return name
-        name = f"TEXT{len(self._rules)}"
-        self._rules[name] = f": {content}"
-        return name
+        return self._named("TEXT", f": {content}")
+
+    def _named(self, kind: str, content: str) -> str:
+        self.spend(len(content))
+        # A rule and a terminal can have the same content.
+        return self._rules.setdefault(kind + content, f"{kind}{len(self._rules)}")
 
     def members(self, rules: Mapping[str, str], required: Collection[str], separator: str) -> str:
         """Return an expression for an object's members: the required ones, then any others.
@@ -83,20 +98,26 @@ class Lark:
             rules: of the members, by key.
         """
         comma = self.mark(separator)
-        first = [rule for key, rule in rules.items() if key in required]
-        others = [rule for key, rule in rules.items() if key not in required]
+        needed = frozenset(name for name in required if isinstance(name, str))
+        first = [rule for key, rule in rules.items() if key in needed]
+        others = [rule for key, rule in rules.items() if key not in needed]
         if first:
             rest = " ".join(f"({comma} {rule})?" for rule in others)
             return f"{f' {comma} '.join(first)} {rest}"
-        # The first one present has no separator before it.
-        choices = [
-            f"{rule} " + " ".join(f"({comma} {later})?" for later in others[place + 1 :])
-            for place, rule in enumerate(others)
-        ]
-        return f"({' | '.join(choices)})?" if choices else ""
+        # The first one present has no separator before it; each rule ends with the next one's
+        # rest, so that the text grows with the number of members and not with its square.
+        choices, rest = [], ""
+        for rule in reversed(others):
+            choices.append(f"{rule} {rest}")
+            rest = self.rule(f"({comma} {rule})? {rest}")
+        return f"({' | '.join(reversed(choices))})?" if choices else ""
 
     def text(self, start: str) -> str:
-        rules = "\n".join(name + content for name, content in self._rules.items())
+        self.spend(len(start))
+        rules = "\n".join(
+            name + content.removeprefix(name.rstrip("0123456789"))
+            for content, name in self._rules.items()
+        )
         return f"start: {start}\n{rules}\n"
 
 

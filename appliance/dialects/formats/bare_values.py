@@ -97,7 +97,8 @@ def bare_arguments(
         between: marks between key and value.
         after: marks after the value.
     """
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    properties = schema.get("properties") or {}
+    required = frozenset(name for name in schema.get("required") or () if isinstance(name, str))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     members = []
     for key, one in properties.items():

@@ -102,6 +102,7 @@ class NotQuiteJson:
         for _ in range(MAX_NESTING):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 return schema
+            self._lark.spend(len(schema["$ref"]))
             found: Any = self._root
             for name in schema["$ref"].removeprefix("#/").split("/"):
                 found = found.get(name) if isinstance(found, Mapping) else None
