@@ -56,7 +56,7 @@ def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
     """Check an untrusted grammar, in a process of its own.
 
     Args:
-        request: `kind` and `text` of a grammar; GBNF counts as Lark.
+        request: `kind` and `text` of a grammar; GBNF counts as Lark, and a schema is as given.
 
     Returns:
         `text` for the engine's compiler, or `refused` with the reason, and `place`.
@@ -65,6 +65,8 @@ def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar.lark(grammar.text)
+        elif grammar.kind is GrammarKind.JSON_SCHEMA:
+            grammar = Grammar.json_schema(grammar.text)
     except RequestError as error:
         return {"refused": str(error), "place": []}
     problem = problem_of(grammar)

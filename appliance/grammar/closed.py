@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from appliance.grammar.alternatives import can_close, lists_all
+from appliance.grammar.alternatives import Alternatives, lists_all
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
@@ -24,13 +24,17 @@ _COMBINE = (
 _COMBINE_BESIDE_PROPERTIES = ("anyOf", "oneOf", "$ref")
 
 
-def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def close_objects(schema: Mapping[str, Any], size: int) -> Mapping[str, Any]:
     """Add `additionalProperties: false` to objects that list their properties.
 
     A schema that describes one object in several places stays unchanged, and so does one whose
-    `oneOf` would admit more with closed alternatives.
+    `oneOf` would admit more with closed alternatives, or has too many to compare.
+
+    Args:
+        size: characters of the schema as JSON.
     """
-    if any(_combines(node) or not can_close(node, schema) for node in _nodes(schema)):
+    alternatives = Alternatives(schema, size)
+    if any(_combines(node) or not alternatives.can_close(node) for node in _nodes(schema)):
         return schema
     return _closed_object(schema)
 

@@ -18,6 +18,7 @@ from appliance.grammar.closed import close_objects
 MAX_TEXT = 256 * 1024  # characters: a coding agent's tools take a third of it
 MAX_DEPTH = 64  # of a schema as JSON: each object in an object is two levels
 MAX_CHOICES = 1024
+_TOO_DEEP = f"the schema is nested too deeply; it may have {MAX_DEPTH} levels"
 
 # White space between two JSON tokens: none, one space, or a line break with indentation. Without
 # a limit, a small model fills its answer with spaces.
@@ -65,10 +66,7 @@ class Grammar(msgspec.Struct, frozen=True):
     after: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.text) > MAX_TEXT:
-            raise RequestError(
-                f"this has {len(self.text):,} characters; a grammar or schema may have {MAX_TEXT:,}"
-            )
+        _check_length(self.text)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
@@ -78,6 +76,20 @@ class Grammar(msgspec.Struct, frozen=True):
             RequestError: it is not a schema, or is nested too deeply.
         """
         return cls(GrammarKind.JSON_SCHEMA, canonical_schema(schema))
+
+    @classmethod
+    def schema_as_given(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """Hold a schema of a client, which `check.answer_of` reads in a process with limits.
+
+        Raises:
+            RequestError: it is too long.
+        """
+        if isinstance(schema, str):
+            return cls(GrammarKind.JSON_SCHEMA, schema)
+        try:
+            return cls(GrammarKind.JSON_SCHEMA, _compact(schema))
+        except RecursionError:
+            raise RequestError(_TOO_DEEP) from None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -123,7 +135,7 @@ def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
     Objects are closed, see `close_objects`.
 
     Raises:
-        RequestError: it is not a schema, or is nested too deeply.
+        RequestError: it is not a schema, is too long, or is nested too deeply.
     """
     if isinstance(schema, str):
         try:
@@ -133,9 +145,9 @@ def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise RequestError("a schema is an object, true or false")
     _check_depth(schema)
-    if isinstance(schema, Mapping):
-        schema = close_objects(schema)
-    return json.dumps(schema, separators=(",", ":"))
+    text = _compact(schema)
+    _check_length(text)
+    return _compact(close_objects(schema, len(text))) if isinstance(schema, Mapping) else text
 
 
 def embedded(schema: Mapping[str, Any] | bool | str) -> str:
@@ -161,6 +173,17 @@ def with_options(schema: str) -> str:
     return f"{{{options},{json.dumps(content, separators=(',', ':'))[1:]}"
 
 
+def _compact(schema: Mapping[str, Any] | bool) -> str:
+    return json.dumps(schema, separators=(",", ":"))
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise RequestError(
+            f"this has {len(text):,} characters; a grammar or schema may have {MAX_TEXT:,}"
+        )
+
+
 def _check_depth(value: object) -> None:
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
@@ -172,4 +195,4 @@ def _check_depth(value: object) -> None:
         ]
         if not level:
             return
-    raise RequestError(f"the schema is nested too deeply; it may have {MAX_DEPTH} levels")
+    raise RequestError(_TOO_DEEP)

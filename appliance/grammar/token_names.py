@@ -8,8 +8,10 @@ from collections.abc import Collection
 from appliance.errors import RequestError
 
 # The first match wins, so names inside texts, expressions and comments do not count.
+# What is not closed counts up to the line's end, so that no character is read twice.
 _NAMES = re.compile(
-    r""" "(?:\\.|[^"\\\n])*" | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/ | (?P<name><[^<>\s]+>) """,
+    r""" "(?:\\.|[^"\\\n])*"? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/?
+    | (?P<name><[^<>\s]+>) """,
     re.VERBOSE,
 )
 _NUMBERS = re.compile(r"<\[(\^?[0-9,-]+)\]>")

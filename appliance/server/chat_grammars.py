@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
+BLAME_SECONDS = 5.0  # to find which of a request's tools does not compile
+
 
 async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
     """Return the grammar for the engine; None allows any answer.
@@ -47,9 +49,11 @@ async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool)
         return grammar
     try:
         return await checked_grammar(state, grammar, "tools")
-    except RequestError:
+    except RequestError:  # whose fault it is, if that is soon found
+        end = loop.time() + BLAME_SECONDS
         for place, schema in zip(tools.places, (tools.schemas or {}).values(), strict=True):
-            await state.grammars.check(Grammar.json_schema(schema), place)
+            if loop.time() < end:
+                await state.grammars.check(Grammar.schema_as_given(schema), place)
         raise
 
 

@@ -141,7 +141,7 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
     """Return the name of the field that requests a grammar, and the grammar.
 
     Raises:
-        RequestError: two fields request one, or it is invalid.
+        RequestError: two fields request one, or it is too long.
     """
     given: list[tuple[str, Callable[[], Grammar]]] = []
     if (form := body.response_format) is not None and form.type != "text":
@@ -172,9 +172,9 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
-    """Return the schema field's name, and its grammar; raise RequestError for an invalid schema."""
+    """Return the schema field's name, and its grammar; raise RequestError for one too long."""
     try:
-        return param, Grammar.json_schema(schema)
+        return param, Grammar.schema_as_given(schema)
     except RequestError as error:
         raise RequestError(f"{param}: {error}", param=param) from error
 
@@ -182,7 +182,7 @@ def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
 def _of_format(form: ResponseFormat) -> tuple[str, Callable[[], Grammar]]:
     bare = form.schema if form.json_schema is None else None
     if bare is not None and form.type in ("json_object", "json_schema"):
-        return "response_format.schema", lambda: Grammar.json_schema(bare)
+        return "response_format.schema", lambda: Grammar.schema_as_given(bare)
     if form.type == "json_object":
         return "response_format", Grammar.json_object
     if form.type != "json_schema":
@@ -194,13 +194,13 @@ def _of_format(form: ResponseFormat) -> tuple[str, Callable[[], Grammar]]:
     if schema is None:
         missing = "response_format.json_schema" + ("" if form.json_schema is None else ".schema")
         raise RequestError(f"{missing} is missing", param=missing)
-    return "response_format.json_schema.schema", lambda: Grammar.json_schema(schema)
+    return "response_format.json_schema.schema", lambda: Grammar.schema_as_given(schema)
 
 
 def _make(name: str, value: Any) -> Grammar:
     match name:
         case "json":
-            return Grammar.json_schema(value)
+            return Grammar.schema_as_given(value)
         case "regex":
             return Grammar.regex(value)
         case "choice":
