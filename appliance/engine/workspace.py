@@ -61,5 +61,6 @@ def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
     if not isinstance(mlp, ExpertsSpec):
         return 3 * mlp.intermediate_size
     shared = 0 if mlp.shared is None else 3 * mlp.shared.intermediate_size
-    chosen = mlp.router.top_k * (3 * mlp.intermediate_size + 2 * hidden_size)
-    return chosen + shared + 2 * mlp.router.num_experts
+    width = mlp.latent or hidden_size
+    chosen = mlp.router.top_k * (3 * mlp.intermediate_size + 2 * width)
+    return chosen + shared + 2 * (mlp.latent or 0) + 2 * mlp.router.num_experts

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.operations import Backend, RoutedMLPs
+    from appliance.kernels.operations import Backend, Linear, RoutedMLPs
     from appliance.kernels.routing import Router
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.host_calls import HostCalls
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from appliance.model.layers import MLP
     from appliance.model.norm import Norm
     from appliance.model.shard.joint import Joint
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """Linears from a row to what experts read, and from their sum back."""
+
+    into: Linear
+    out_of: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,7 @@ class Experts:
         grouped: all held experts as one operation, here or in host memory; if None, `experts` run
             one by one and the host waits for the router's choice.
         norms: the experts' own; see `ExpertsSpec`.
+        latent: around the chosen experts; the router and the shared one read the row itself.
         joint: with `norms`, sums the ranks' parts before them; None if this is all of it.
     """
 
@@ -56,6 +65,7 @@ class Experts:
     expert_scale: Tensor | None
     norms: ExpertNorms | None
     backend: Backend
+    latent: LatentRows | None = None
     joint: Joint | None = None
 
     @property
@@ -102,6 +112,13 @@ class Experts:
         ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
         if self.held.start:
             ids = ids - self.held.start
+        if self.latent is None:
+            return self._begin(hidden, ids, weights)
+        chosen, out_of = self._begin(self.latent.into(hidden), ids, weights), self.latent.out_of
+        return lambda: out_of(chosen().to(hidden.dtype)).float()
+
+    def _begin(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """Do the same for rows whose experts are chosen."""
         if isinstance(self.grouped, HostExperts):
             return self.grouped.begin(hidden, ids, weights)
         if self.grouped is not None:

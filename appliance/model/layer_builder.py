@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from appliance.kernels.activation import Activation
 from appliance.model.attention import Attention
 from appliance.model.embedding import Embedding
-from appliance.model.experts import Experts
+from appliance.model.experts import Experts, LatentRows
 from appliance.model.gated_delta import GatedDelta
 from appliance.model.latent_attention import LatentAttention
 from appliance.model.layer_weights import (
@@ -288,9 +288,16 @@ class LayerBuilder:
             shared_gate=weights.shared_gate,
             expert_scale=weights.expert_scale,
             norms=weights.norms,
+            latent=self._latent_rows(weights.latent),
             backend=self._backend,
             joint=joint,
         )
+
+    def _latent_rows(self, parts: tuple[LinearPart, LinearPart] | None) -> LatentRows | None:
+        if parts is None:
+            return None
+        into, out_of = parts
+        return LatentRows(self._linear([into]), self._linear([out_of]))
 
     def counted(self, norm: Norm) -> Norm:
         self.nbytes += norm.nbytes

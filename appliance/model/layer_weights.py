@@ -61,6 +61,7 @@ class ExpertsWeights:
     shared_gate: Tensor | None  # (1, hidden_size) float32
     expert_scale: Tensor | None  # (num_experts,) float32
     norms: ExpertNorms | None
+    latent: tuple[LinearPart, LinearPart] | None = None  # into it and out of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,10 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
         up=up,
         down=down,
     )
+    if weights.latent is not None:
+        into, out_of = weights.latent
+        struct.into_latent = packer.linear(into.weight, into.bias)
+        struct.out_of_latent = packer.linear(out_of.weight, out_of.bias)
     if norms is not None:
         for name in ("router", "input", "shared", "output"):
             norm = getattr(norms, name)

@@ -177,7 +177,15 @@ class ModelReader:
             shared_gate=full(f"{names.shared_gate}.weight") if spec.shared_gate else None,
             expert_scale=full(names.expert_scale) if spec.router.expert_scale else None,
             norms=self._expert_norms(index) if spec.own_norms else None,
+            latent=None if spec.latent is None else self._expert_latent(index),
         )
+
+    def _expert_latent(self, index: int) -> tuple[LinearPart, LinearPart]:
+        names = self._names.experts
+        into, out_of = self._tensors.linears(
+            index, (names.into_latent, names.out_of_latent), bias=False
+        )
+        return into, out_of
 
     def expert(self, index: int, number: int) -> MLPWeights:
         names, spec = self._names.experts, self._source.spec.layers[index].mlp

@@ -174,6 +174,8 @@ class ExpertsSpec:
         shared_gate: the sigmoid of another linear multiplies the shared MLP's output.
         gated: as in `MLPSpec`; for the shared MLP, see its own spec.
         held: numbers of the experts in a rank's part of the model; None: all of them.
+        latent: elements that each expert reads and says, if a linear maps the layer's norm to them
+            and another maps their sum back (Nemotron 3 Super); None: `hidden_size`.
     """
 
     intermediate_size: int
@@ -185,6 +187,7 @@ class ExpertsSpec:
     own_norms: bool = False
     gated: bool = True
     held: range | None = None
+    latent: int | None = None
 
     @property
     def experts(self) -> range:

@@ -38,6 +38,7 @@ class Role(Enum):
     GATE_UP = "gate_up"  # gate rows, then up rows
     DOWN = "down"
     ROUTER = "router"  # router of experts, and the shared expert's gate
+    EXPERT_LATENT = "expert latent"  # maps a row to what experts read, or back
     NUMBERS = "numbers"  # sinks and factors
     TOKEN_INPUT = "token input"  # per-layer inputs from tokens
     HEAD_NORM = "head norm"  # norm of a recurrent head's output
@@ -63,7 +64,7 @@ class TensorSlot:
     @property
     def is_linear(self) -> bool:
         """True for a layer's linear weight, which a quantizer quantizes."""
-        kept = self.role.decides or self.role is Role.TOKEN_INPUT
+        kept = self.role.decides or self.role in (Role.TOKEN_INPUT, Role.EXPERT_LATENT)
         return self.layer is not None and len(self.shape) == 2 and not kept
 
 
@@ -339,9 +340,14 @@ def _expert_slots(found: _LayerTensors, hidden: int, mlp: ExpertsSpec) -> Iterat
         yield found.numbers(names.router_norm, hidden)
         for norm in (names.input_norm, names.shared_norm, names.output_norm):
             yield found.norm(norm, hidden)
+    width = mlp.latent or hidden
+    if mlp.latent is not None:
+        role = Role.EXPERT_LATENT
+        yield from found.linear(names.into_latent, role, width, hidden, bias=False)
+        yield from found.linear(names.out_of_latent, role, hidden, width, bias=False)
     for expert in range(count):
         gate_up = tuple(part.format(expert) for part in names.gate_up)
-        yield from found.mlp(gate_up, names.down.format(expert), hidden, mlp, expert)
+        yield from found.mlp(gate_up, names.down.format(expert), width, mlp, expert)
     if mlp.shared is not None:
         yield from found.mlp(names.shared_gate_up, names.shared_down, hidden, mlp.shared)
     if mlp.shared_gate:

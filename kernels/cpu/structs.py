@@ -260,6 +260,8 @@ class ExpertsStruct(Structure):
         ("input_norm", NormStruct),
         ("shared_norm", NormStruct),
         ("output_norm", NormStruct),
+        ("into_latent", LinearStruct),
+        ("out_of_latent", LinearStruct),
     )
 
 

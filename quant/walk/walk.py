@@ -114,8 +114,10 @@ class Walk:
     @contextmanager
     def routed(self, index: int, others: Mapping[str, PackedWeight]) -> Iterator[RoutedRows]:
         """Run all rows through a layer up to its routed experts; give what these read."""
-        count = self._num_rows * self._row_tokens
-        with closing(RoutedRows(self._folder, count, self._spec.hidden_size, self._device)) as kept:
+        count, mlp = self._num_rows * self._row_tokens, self._spec.layers[index].mlp
+        assert isinstance(mlp, ExpertsSpec)
+        width = mlp.latent or self._spec.hidden_size
+        with closing(RoutedRows(self._folder, count, width, self._device)) as kept:
             self._pass(self.layer(index, others, kept.keeper()))
             yield kept
 

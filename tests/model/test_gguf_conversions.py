@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         RECURRENT["nemotron_h"][1]
         | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     ),
+    "nemotron_h-latent": RECURRENT["nemotron_h-latent"],
     "gemma4": EXPERTS["gemma4"],
     "gemma4-small": ("gemma4_text", SMALL_GEMMA4),
     "falcon": CENTERED["falcon"],
@@ -280,7 +281,12 @@ def rounded_name(reader: Any) -> str:
     [
         ("granite4", {"ssm.state_size": 48}, CheckpointError, "ssm_|in_proj.weight has shape"),
         ("nemotron_h", {"feed_forward_length": 24}, UnsupportedModelError, "feed_forward_length"),
-        ("nemotron_h", {"moe_latent_size": 16}, UnsupportedModelError, "moe_latent_size = 16"),
+        (
+            "nemotron_h",
+            {"moe_latent_size": 16},
+            CheckpointError,
+            "ffn_latent_down.weight is missing",
+        ),
         ("gemma4", {"attention.sliding_window_pattern": [True]}, UnsupportedModelError, "window_p"),
         ("deepseek_v3", {"attention.kv_lora_rank": 44}, CheckpointError, "has shape"),
         ("deepseek_v3", {"expert_count": 12}, CheckpointError, r"model.gguf.*has shape"),

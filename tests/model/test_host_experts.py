@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cpu")
 SIZES = {"head_dim": 16, "hidden_size": 64}
 # Biases and clamps; norms of their own and scales; a shared expert with and without a gate; groups;
-# no gate; dense layers between.
+# no gate; dense layers between; linears around them.
 FAMILIES = {
     name: (EXPERTS | RECURRENT)[name]
-    for name in ("gpt_oss", "gemma4", "qwen2_moe", "glm4_moe", "qwen3_moe", "nemotron_h")
+    for name in (
+        *("gpt_oss", "gemma4", "qwen2_moe", "glm4_moe", "qwen3_moe", "nemotron_h"),
+        "nemotron_h-latent",
+    )
 }
 
 

@@ -74,6 +74,7 @@ _SETTINGS = {
     "expert_group_used_count": "topk_group",
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
+    "moe_latent_size": "moe_latent_size",
     "leading_dense_block_count": "first_k_dense_replace",
     "attention.sliding_window": "sliding_window",
     "attention.shared_kv_layers": "num_kv_shared_layers",

@@ -121,6 +121,25 @@ RECURRENT |= {
             "routed_scaling_factor": 1.3,
         },
     ),
+    # As Nemotron 3 Super: experts between two linears of their own.
+    "nemotron_h-latent": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 48,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "time_step_min": 1e-9,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_latent_size": 20,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
     "bamba": ("bamba", MAMBA2 | {"attn_layer_indices": [1], "num_attention_heads": 4}),
 }
 SIZES = {"head_dim": 16, "hidden_size": 64}

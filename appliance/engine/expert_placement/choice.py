@@ -93,13 +93,14 @@ def _streaming(
     largest = max(layers, key=lambda one: one.host_bytes)
     mlp = source.spec.layers[largest.layer].mlp
     assert isinstance(mlp, ExpertsSpec)
-    matrix = mlp.intermediate_size * source.spec.hidden_size
+    width = mlp.latent or source.spec.hidden_size
+    matrix = mlp.intermediate_size * width
     work = LayerWork(
         num_experts=mlp.router.num_experts,
         top_k=mlp.router.top_k,
         weights=(2 + mlp.gated) * matrix,
         host_bytes=largest.host_bytes,
-        hidden_size=source.spec.hidden_size,
+        hidden_size=width,
         element_bytes=precision.dtype.itemsize,
         threads=config.threads or psutil.cpu_count(logical=False) or 1,
     )

@@ -190,7 +190,7 @@ def _kind_of(slot: TensorSlot) -> TensorSlot:
 
 def _is_mixer(kind: TensorSlot) -> bool:
     """Return True for tensors read before the mixer's exchange."""
-    return kind.role not in (*OF_MLP, Role.ROUTER)
+    return kind.role not in (*OF_MLP, Role.ROUTER, Role.EXPERT_LATENT)
 
 
 def _busiest(layer: LayerSpec, shares: Sequence[LayerShare]) -> float:

@@ -153,7 +153,7 @@ def unserved_linears(spec: DecoderSpec, names: TensorNames) -> dict[str, str]:
         if slot.layer is None or len(slot.shape) != 2 or slot.expert is not None:
             continue
         layer, place = spec.layers[slot.layer], _PLACES.get(slot.role, AdapterPlace.INTO_MIXER)
-        if slot.role in (Role.ROUTER, Role.TOKEN_INPUT):
+        if slot.role in (Role.ROUTER, Role.TOKEN_INPUT, Role.EXPERT_LATENT):
             continue
         if part := _why_not(layer, place):
             found[slot.name.removesuffix(".weight")] = part

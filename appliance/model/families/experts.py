@@ -58,6 +58,7 @@ def read_experts(
     shared_gate: bool = False,
     expert_scale: bool = False,
     own_norms: bool = False,
+    latent: int | None = None,
 ) -> ExpertsSpec:
     """Read the experts of a layer.
 
@@ -79,6 +80,7 @@ def read_experts(
         shared_gate: the shared MLP's output is multiplied by a gate.
         expert_scale: the checkpoint has a factor per expert.
         own_norms: see `ExpertsSpec`.
+        latent: see `ExpertsSpec`.
 
     Raises:
         CheckpointError: numbers contradict each other.
@@ -120,6 +122,7 @@ def read_experts(
         bias=bias,
         own_norms=own_norms,
         gated=gated,
+        latent=latent,
     )
 
 

@@ -186,6 +186,7 @@ RANGES: dict[str, Range] = {
     "num_experts_per_tok": _EXPERTS,
     "expert_used_count": _EXPERTS,
     "moe_intermediate_size": _MIDDLE,
+    "moe_latent_size": _WIDTH,
     "expert_feed_forward_length": _MIDDLE,
     "shared_expert_intermediate_size": _MIDDLE,
     "shared_intermediate_size": Range(0, 2**20),

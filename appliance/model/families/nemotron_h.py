@@ -127,6 +127,7 @@ def _read_experts(config: ConfigReader) -> ExpertsSpec:
         raise config.refuse("mlp_bias", "false in layers with experts")
     if config.integer("n_shared_experts") != 1:
         raise config.refuse("n_shared_experts", "1")
+    latent = "moe_latent_size"
     return read_experts(
         config,
         count="n_routed_experts",
@@ -138,6 +139,7 @@ def _read_experts(config: ConfigReader) -> ExpertsSpec:
         epsilon=_EPSILON,
         shared_width=config.integer("moe_shared_expert_intermediate_size"),
         gated=False,
+        latent=None if config.value(latent) is None else config.integer(latent),
     )
 
 
@@ -154,6 +156,7 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
                 "n_shared_experts": meta.integer("expert_shared_count"),
                 "n_group": meta.integer("expert_group_count", 1),
                 "topk_group": meta.integer("expert_group_used_count", 1),
+                "moe_latent_size": meta.value("moe_latent_size"),
                 "norm_topk_prob": meta.flag("expert_weights_norm"),
                 "routed_scaling_factor": meta.number("expert_weights_scale", 1.0),
                 "moe_shared_expert_intermediate_size": meta.integer(
@@ -226,6 +229,8 @@ NEMOTRON_H = Family(
             down="mixer.experts.{}.down_proj",
             shared_gate_up=("mixer.shared_experts.up_proj",),
             shared_down="mixer.shared_experts.down_proj",
+            into_latent="mixer.fc1_latent_proj",
+            out_of_latent="mixer.fc2_latent_proj",
             stacked_gate_up="mixer.experts.up_proj",
             stacked_down="mixer.experts.down_proj",
         ),

@@ -161,16 +161,16 @@ static void prepare_pair(void *context, int32_t pair) {
     prepare_row(&c->inputs[place], pair - c->first[place]);
 }
 
-/* Do the same for a row of the stream, from which floats are copied. */
+/* Do the same for a row that experts read, from which floats are copied. */
 static void gather_pair(void *context, int32_t pair) {
     step_state *s = context;
     chosen_experts *c = &s->chosen;
-    int32_t width = s->model->hidden_size;
+    int32_t width = c->width;
     const input *in = &c->inputs[c->place_in[pair]];
     prepare_pair(context, pair);
     for (int32_t f = 0; f < in->num_forms; f++)
         if (!in->forms[f].group)
-            memcpy(c->out + (int64_t)pair * width, s->normed + (int64_t)c->row_of[pair] * width,
+            memcpy(c->out + (int64_t)pair * width, c->rows + (int64_t)c->row_of[pair] * width,
                    (size_t)width * sizeof(float));
 }
 
@@ -183,6 +183,28 @@ static void norm_chosen_row(void *context, int32_t row) {
     float *normed = s->normed + (int64_t)row * width;
     rms_norm_row(normed, &s->layer->experts->output_norm, width, normed);
     add_row(s->added + (int64_t)row * width, normed, width);
+}
+
+/* What a row's chosen experts say, from element i on, weighted and summed. */
+static vfloat said_by_chosen(const chosen_experts *c, int32_t row, int32_t top_k, int32_t i) {
+    vfloat sum = vf_zero();
+    for (int32_t k = 0; k < top_k; k++) {
+        int64_t choice = (int64_t)row * top_k + k;
+        if (c->pair_of[choice] < 0) continue;
+        const float *said = c->out + (int64_t)c->pair_of[choice] * c->width + i;
+        sum = vf_fma(load_next(said, c->width - i), vf_set(c->weights[choice]), sum);
+    }
+    return sum;
+}
+
+/* Do it for a whole row of latents, in place of what the experts read. */
+static void combine_latent_row(void *context, int32_t row) {
+    step_state *s = context;
+    const chosen_experts *c = &s->chosen;
+    float *out = c->latent + (int64_t)row * c->width;
+    for (int32_t i = 0; i < c->width; i += AP_LANES)
+        store_next(out + i, said_by_chosen(c, row, s->layer->experts->router.top_k, i),
+                   c->width - i);
 }
 
 /* Add a row's chosen experts and the shared one, to the stream or for a post norm. */
@@ -200,13 +222,7 @@ static void combine_row(void *context, int32_t row) {
     float *normed = s->normed + (int64_t)row * width; /* reuses the experts' input */
     for (int32_t i = 0; i < width; i += AP_LANES) {
         int32_t left = width - i;
-        vfloat sum = vf_zero();
-        for (int32_t k = 0; k < top_k; k++) {
-            int64_t choice = (int64_t)row * top_k + k;
-            if (c->pair_of[choice] < 0) continue;
-            const float *said = c->out + (int64_t)c->pair_of[choice] * width + i;
-            sum = vf_fma(load_next(said, left), vf_set(c->weights[choice]), sum);
-        }
+        vfloat sum = said_by_chosen(c, row, top_k, i);
         if (experts->output_norm.weight) {
             store_next((s->part ? out : normed) + i, sum, left);
             continue;
@@ -220,12 +236,13 @@ static void combine_row(void *context, int32_t row) {
     if (experts->output_norm.weight && !s->part) norm_chosen_row(s, row);
 }
 
-/* Expects each row's experts and their weights in `chosen`. */
+/* Expects each row's experts and their weights in `chosen`, and what the experts read. */
 static void run_chosen(step_state *s) {
     const ap_experts *experts = s->layer->experts;
     chosen_experts *c = &s->chosen;
     int32_t pairs = sort_pairs(c, experts, s->rows);
-    place_inputs(s, experts->gate, experts->up, s->normed, c->row_of);
+    c->width = experts->gate->in_features;
+    place_inputs(s, experts->gate, experts->up, c->rows, c->row_of);
     for_rows(s->engine, gather_pair, s, pairs);
     expert_section inward = {
         .state = s,
@@ -242,14 +259,15 @@ static void run_chosen(step_state *s) {
         .state = s,
         .linears = {experts->down},
         .out = {c->out},
-        .out_stride = s->model->hidden_size,
+        .out_stride = c->width,
     };
     run_expert_linears(&outward);
-    for_rows(s->engine, combine_row, s, s->rows);
+    for_rows(s->engine, is_latent(experts) ? combine_latent_row : combine_row, s, s->rows);
 }
 
-/* Expects the router's logits, and the shared expert's output in `added`. */
+/* Expects the router's logits, the shared expert's output in `added`, and latents if there are. */
 static void run_experts(step_state *s) {
+    s->chosen.rows = is_latent(s->layer->experts) ? s->chosen.latent : s->normed;
     for_rows(s->engine, route_row, s, s->rows);
     run_chosen(s);
 }
@@ -280,12 +298,13 @@ static ap_status run_routed(ap_engine *engine, const ap_experts *experts, const 
     ap_layer layer = {.experts = experts, .gating = *gating};
     step_state s = {.engine = engine, .model = &model, .rows = routed->rows, .layer = &layer};
     step_widths w = {0};
-    widen_for_experts(&w, &model, experts, s.rows);
+    widen_for_experts(&w, experts, s.rows);
     claim claims[EXPERT_CLAIMS];
     int32_t count = expert_claims(&s, &w, claims);
     if (claim_all(engine, claims, count)) return AP_NO_MEMORY;
     /* read, or written to only with a norm of what the experts say */
     s.normed = (float *)routed->hidden;
+    s.chosen.rows = routed->hidden;
     s.stream = s.added = s.part = routed->out;
     int64_t pairs = (int64_t)s.rows * experts->router.top_k;
     for (int64_t i = 0; i < pairs; i++) s.chosen.ids[i] = (int32_t)routed->ids[i];
@@ -308,8 +327,15 @@ static bool experts_supported(const ap_model *model, const ap_layer *layer) {
     if (own != (e->router_norm.weight != NULL) || own != (e->shared_norm.weight != NULL) ||
         own != (e->output_norm.weight != NULL) || (own && !(waits && has_linear(&layer->gate))))
         return false;
-    return e->gate->in_features == model->hidden_size &&
-           e->down->out_features == model->hidden_size &&
+    int32_t width = model->hidden_size;
+    if (is_latent(e)) {
+        const ap_linear *into = &e->into_latent, *out_of = &e->out_of_latent;
+        if (own || has_linear(&e->shared_gate) || into->in_features != width) return false;
+        if (out_of->in_features != into->out_features || out_of->out_features != width)
+            return false;
+        width = into->out_features;
+    }
+    return e->gate->in_features == width && e->down->out_features == width &&
            e->gate->out_features == e->down->in_features;
 }
 

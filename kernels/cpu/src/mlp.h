@@ -148,7 +148,7 @@ static void run_gate_up(step_state *s) {
     run_linear(s->engine, &section);
 }
 
-/* Multiply normed float rows by a linear of the router, with few outputs. */
+/* Multiply normed rows by a linear of the router, or by that into latents. */
 static void run_router(step_state *s, const ap_linear *linear, float *out) {
     linear_section section = {
         .linears = {linear},
@@ -200,6 +200,25 @@ static void run_experts_beside(step_state *s, const ap_norm *post_norm) {
     s->part = NULL;
 }
 
+/* Give a row of `added` to the ranks' sum, or add it to the stream. */
+static void settle_latent_row(void *context, int32_t row) {
+    step_state *s = context;
+    int32_t width = s->model->hidden_size;
+    int64_t at = (int64_t)row * width;
+    if (s->part)
+        memcpy(s->part + at, s->added + at, (size_t)width * sizeof(float));
+    else if (!s->layer->mlp_post_norm.weight)
+        add_row(s->stream + at, s->added + at, width);
+}
+
+/* Map what the chosen experts say to the stream, beside what the shared one says. */
+static void leave_latent(step_state *s) {
+    run_from(s, &s->layer->experts->out_of_latent, AP_NUM_PLACES, s->chosen.latent, s->added,
+             has_linear(&s->layer->gate));
+    ap_advance(s->engine);
+    for_rows(s->engine, settle_latent_row, s, s->rows);
+}
+
 static bool has_mlp(const ap_layer *layer) { return layer->experts || has_linear(&layer->gate); }
 
 static void run_mlp(step_state *s, const ap_norm *post_norm) {
@@ -215,6 +234,8 @@ static void run_mlp(step_state *s, const ap_norm *post_norm) {
         run_router(s, &layer->experts->logits, s->chosen.logits);
         if (has_linear(&layer->experts->shared_gate))
             run_router(s, &layer->experts->shared_gate, s->chosen.shared_gate);
+        if (is_latent(layer->experts))
+            run_router(s, &layer->experts->into_latent, s->chosen.latent);
     }
     if (has_linear(&layer->gate)) run_gate_up(s);
     if (!layer->experts) {
@@ -228,6 +249,7 @@ static void run_mlp(step_state *s, const ap_norm *post_norm) {
     bool waits = layer->mlp_post_norm.weight != NULL;
     s->part = begin_partial(s, layer->mlp_is_part);
     run_experts(s);
+    if (is_latent(layer->experts)) leave_latent(s);
     if (s->part) sum_parts(s, waits ? s->added : s->stream, !waits);
     s->part = NULL;
 }

@@ -42,6 +42,10 @@ typedef struct {
     ap_norm input_norm;  /* of the stream, for the experts */
     ap_norm shared_norm; /* of the output of the layer's MLP */
     ap_norm output_norm; /* of the experts' output */
+    /* hidden -> what each expert reads and says, and back; codes NULL: that is hidden itself. With
+     * them there are neither norms of their own nor a shared gate. */
+    ap_linear into_latent;
+    ap_linear out_of_latent;
 } ap_experts;
 
 /* Rows of a caller who has the rest of the model, and the experts that its router chose. */

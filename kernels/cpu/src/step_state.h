@@ -19,7 +19,10 @@ typedef struct {
     int32_t *ids;          /* (rows, top_k), chosen experts */
     float *weights;        /* (rows, top_k) */
     float *logits;         /* (rows, num_experts) */
-    float *out;            /* (pairs, hidden_size), of down; before, float rows of gate and up */
+    const float *rows;     /* (rows, width), what the experts read */
+    int32_t width;         /* of such a row, and of what an expert says */
+    float *latent;         /* (rows, width), what `rows` are if not the layer's normed rows */
+    float *out;            /* (pairs, width), of down; before, float rows of gate and up */
     float *shared_gate;    /* (rows,) */
     input *inputs;         /* (num_used,), of each expert's next linears */
     int32_t *first_chunk;  /* (num_used + 1,) */
@@ -152,14 +155,19 @@ static const ap_linear *mixer_output(const ap_layer *layer) {
     return layer->gated_delta ? &layer->gated_delta->output : &layer->attention.output;
 }
 
+static bool has_join(const ap_model *model) { return model->join.token_norm.weight != NULL; }
+
 static bool has_linear(const ap_linear *linear) { return linear->codes != NULL; }
 
-static bool has_join(const ap_model *model) { return model->join.token_norm.weight != NULL; }
+static bool is_latent(const ap_experts *experts) { return has_linear(&experts->into_latent); }
 
 /* The linears that read a layer's stream under the MLP's norm; returns how many. */
 static int32_t mlp_linears(const ap_layer *layer, const ap_linear **linears) {
     int32_t count = 0;
-    if (layer->experts) linears[count++] = &layer->experts->logits;
+    if (layer->experts) {
+        linears[count++] = &layer->experts->logits;
+        if (is_latent(layer->experts)) linears[count++] = &layer->experts->into_latent;
+    }
     if (has_linear(&layer->gate)) {
         linears[count++] = &layer->gate;
         if (has_linear(&layer->up)) linears[count++] = &layer->up;
@@ -175,12 +183,12 @@ typedef struct {
     int64_t inputs, mixed, rotary, codes, attention, token_inputs;
     int64_t middle;                                /* floats of gate, of all rows */
     int64_t pairs, experts, logits, used, expert_codes; /* counts; expert_codes: bytes */
+    int64_t said, latent;                          /* floats of all pairs, of all rows */
     int64_t ranks;                                 /* floats of a row's shrunk form */
     bool added, sealed, recurrent, adapted;
 } step_widths;
 
-static void widen_for_experts(step_widths *w, const ap_model *model, const ap_experts *experts,
-                              int32_t rows) {
+static void widen_for_experts(step_widths *w, const ap_experts *experts, int32_t rows) {
     const ap_linear *gate = &experts->gate[0], *down = &experts->down[0];
     int64_t pairs = (int64_t)rows * experts->router.top_k;
     int32_t used = (int32_t)(pairs < experts->router.num_experts ? pairs
@@ -190,8 +198,15 @@ static void widen_for_experts(step_widths *w, const ap_model *model, const ap_ex
     w->used = larger(w->used, used);
     w->logits = larger(w->logits, (int64_t)rows * experts->router.num_experts);
     w->middle = larger(w->middle, pairs * gate->out_features);
+    w->said = larger(w->said, pairs * gate->in_features);
+    if (is_latent(experts)) {
+        const ap_linear *out_of[] = {&experts->out_of_latent};
+        w->latent = larger(w->latent, (int64_t)rows * gate->in_features);
+        w->codes = larger(w->codes, input_bytes(out_of, 1, rows));
+        w->added = true;
+    }
     /* gate and up may want two forms; each expert's own begin at a multiple of 64 bytes */
-    int64_t hidden = 2 * quantized_bytes((int32_t)pairs, model->hidden_size, AP_LANES);
+    int64_t hidden = 2 * quantized_bytes((int32_t)pairs, gate->in_features, AP_LANES);
     int64_t middle = quantized_bytes((int32_t)pairs, down->in_features, AP_LANES);
     int64_t edges = 4 * used * ap_claim_bytes(1);
     w->expert_codes = larger(w->expert_codes, larger(hidden, middle) + edges);
@@ -250,7 +265,7 @@ static step_widths widest(const ap_engine *engine, const ap_model *model, const 
             w.middle = larger(w.middle, (int64_t)rows * layer->gate.out_features);
             w.added |= layer->experts != NULL;
         }
-        if (layer->experts) widen_for_experts(&w, model, layer->experts, rows);
+        if (layer->experts) widen_for_experts(&w, layer->experts, rows);
         widen_for_token_input(&w, &layer->token_input, rows);
         w.recurrent |= is_recurrent(layer);
         if (layer->latent && has_linear(&layer->latent->queries)) {
@@ -303,7 +318,7 @@ typedef struct {
     int64_t bytes;
 } claim;
 
-#define EXPERT_CLAIMS 15
+#define EXPERT_CLAIMS 16
 
 /* What experts work in; returns how many claims that are. */
 static int32_t expert_claims(step_state *s, const step_widths *w, claim *claims) {
@@ -323,7 +338,8 @@ static int32_t expert_claims(step_state *s, const step_widths *w, claim *claims)
         {&c->counts, w->experts * whole},
         {&c->weights, w->pairs * real},
         {&c->logits, w->logits * real},
-        {&c->out, w->pairs * s->model->hidden_size * real},
+        {&c->out, w->said * real},
+        {&c->latent, w->latent * real},
         {&c->codes, w->expert_codes},
     };
     memcpy(claims, all, sizeof all);

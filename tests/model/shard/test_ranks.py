@@ -129,6 +129,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         RECURRENT["nemotron_h"][1] | WIDE | {"moe_shared_expert_intermediate_size": 64},
         "1:1",
     ),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        RECURRENT["nemotron_h-latent"][1] | WIDE | {"moe_shared_expert_intermediate_size": 64},
+        "1:1",
+    ),
     "granite4-2:1": (
         "granitemoehybrid",
         RECURRENT["granite4"][1]

@@ -96,6 +96,7 @@ def options(method: Method, bits: int, text: Path) -> QuantizeOptions:
         ("lfm2", Method.AWQ),
         ("qwen3_next", Method.AWQ_GPTQ),
         ("nemotron_h", Method.GPTQ),
+        ("nemotron_h-latent", Method.GPTQ),
         ("falcon-new", Method.GPTQ),
     ],
 )

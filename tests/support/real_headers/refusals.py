@@ -30,7 +30,6 @@ FAMILIES: dict[str, str] = {
     "llama4": "attention_chunk_size|chunked_attention",
     "mimo_v2_flash": "head_dim and v_head_dim",
     "mllama": "cross attention",
-    "nemotron_h": "moe_latent_size",
     # No class in transformers, nor a description that we know.
     "llava_llama": "folders of their own",  # VILA
     "mimo": "model_type 'mimo'",
