@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
     from appliance.server.exchange import Exchange
     from appliance.server.model_state import ModelState
     from appliance.server.openai_responses.answers import Status
-    from appliance.server.openai_responses.schema import Item, ResponsesRequest
+    from appliance.server.openai_responses.history import History
+    from appliance.server.openai_responses.schema import ResponsesRequest
     from appliance.server.openai_responses.store import ResponseStore
     from appliance.server.pieces import FinishedChoice
     from appliance.server.responses import TokenLogprob
@@ -43,7 +43,7 @@ class Responding:
     """Builds a response from an answer.
 
     Args:
-        before: items of the conversation so far, as JSON.
+        history: the conversation so far.
         store: keeps the response if the client requests it; otherwise None.
     """
 
@@ -52,8 +52,7 @@ class Responding:
         state: ModelState,
         exchange: Exchange,
         body: ResponsesRequest,
-        items: Sequence[Item],
-        before: bytes,
+        history: History,
         store: ResponseStore,
         owner: str,
     ) -> None:
@@ -65,8 +64,7 @@ class Responding:
         )
         self.response = _response(state, exchange, body)
         self._tokenizer = exchange.tokenizer
-        self._items = items
-        self._before = before
+        self._history = history
         self._store = store
         self._owner = owner
 
@@ -110,20 +108,13 @@ class Responding:
         return response
 
     def _keep(self, response: ResponseObject) -> None:
-        own = _encode([with_id(item) for item in self._items])
-        inner = [part[1:-1] for part in (self._before, own, _encode(response.output))]
+        before, own = self._history.before, self._history.own
+        inner = [part[1:-1] for part in (before.conversation, own, _encode(response.output))]
         conversation = b"[" + b",".join(filter(None, inner)) + b"]"
         begin = 1 + len(inner[0]) + (1 if inner[0] and inner[1] else 0)
         place = slice(begin, begin + len(inner[1]))
-        self._store.keep(self._owner, response.id, _encode(response), conversation, place)
-
-
-def with_id(item: Item) -> Item:
-    if item.id is not None:
-        return item
-    prefix = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-    name = f"{prefix.get(item.type or '', 'msg')}_{secrets.token_hex(12)}"
-    return msgspec.structs.replace(item, id=name)
+        names = self._history.names.union(before.names, (item.id for item in response.output))
+        self._store.keep(self._owner, response.id, _encode(response), conversation, names, place)
 
 
 def _response(state: ModelState, exchange: Exchange, body: ResponsesRequest) -> ResponseObject:

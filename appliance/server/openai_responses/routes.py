@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
@@ -15,11 +15,13 @@ from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.openai_responses.answers import DeletedResponse, InputItems, ResponseObject
 from appliance.server.openai_responses.frames import response_frames
+from appliance.server.openai_responses.history import HistoryReader
 from appliance.server.openai_responses.responding import Responding
-from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, Item, ResponsesRequest
-from appliance.server.openai_responses.store import ItemId, ResponseNotFoundError, ResponseStore
-from appliance.server.openai_responses.turns import items_of, tools_of, turns_of
+from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
+from appliance.server.openai_responses.store import ResponseStore, names_of, raw_items_of
+from appliance.server.openai_responses.turns import tools_of, turns_of
 from appliance.server.openapi import describes
+from appliance.server.prompt import off_loop
 from appliance.server.request_middleware import key_name
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
@@ -29,12 +31,12 @@ if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
     from appliance.grammar import Grammar
+    from appliance.server.openai_responses.history import History
     from appliance.server.openai_responses.schema import TextConfig
     from appliance.server.state import ServerState
 
 MAX_METADATA = 16  # entries; 64 characters per name and 512 per value
 MAX_LISTED = 100
-MAX_REFERENCES = 1024
 
 
 def responses_router(server: ServerState) -> APIRouter:
@@ -48,15 +50,15 @@ def responses_router(server: ServerState) -> APIRouter:
         )
         _check(body)
         owner = key_name(request.scope)
-        items = _resolved(store, owner, items_of(body.input))
-        before = _before(store, owner, body.previous_response_id)
-        chat = _conversation(body, items, before)
+        reader = HistoryReader(store, owner, body, max_bytes=server.config.max_body_bytes)
+        history = await off_loop(state, reader.read)
+        chat = _conversation(body, history)
 
         async def respond() -> Response:
             answer, exchange = await begin_chat(
                 state, chat, owner, prefix="resp_", request_id=request_id_of(request.scope)
             )
-            responding = Responding(state, exchange, body, items, before, store, owner)
+            responding = Responding(state, exchange, body, history, store, owner)
             if body.stream:
                 return EventStream(response_frames(responding, answer), on_close=answer.close)
             return await whole_response(request, answer, partial(responding.whole, answer))
@@ -102,41 +104,7 @@ def _check(body: ResponsesRequest) -> None:
         )
 
 
-def _before(store: ResponseStore, owner: str, previous: str | None) -> bytes:
-    if previous is None:
-        return b"[]"
-    try:
-        return store.get(owner, previous).conversation
-    except ResponseNotFoundError as error:
-        raise RequestError(
-            error.message, param="previous_response_id", code="previous_response_not_found"
-        ) from None
-
-
-def _resolved(store: ResponseStore, owner: str, items: list[Item]) -> list[Item]:
-    """Replace references with the items that they name."""
-    names = [item.id for item in items if item.type == "item_reference" and item.id is not None]
-    if not names:
-        return items
-    if len(names) > MAX_REFERENCES:
-        raise RequestError(
-            f"input has {len(names)} references; at most {MAX_REFERENCES} are accepted, and "
-            "previous_response_id names a whole conversation",
-            param="input",
-        )
-    try:
-        found = store.items(owner, names)
-    except ResponseNotFoundError as error:
-        raise RequestError(error.message, param="input", code="item_not_found") from None
-    return [
-        msgspec.json.decode(found[item.id or ""], type=Item)
-        if item.type == "item_reference" and item.id is not None
-        else item
-        for item in items
-    ]
-
-
-def _conversation(body: ResponsesRequest, items: list[Item], before: bytes) -> Conversation:
+def _conversation(body: ResponsesRequest, history: History) -> Conversation:
     return Conversation(
         sampling=SamplingFields(
             model=body.model,
@@ -144,7 +112,7 @@ def _conversation(body: ResponsesRequest, items: list[Item], before: bytes) -> C
             temperature=body.temperature,
             top_p=body.top_p,
         ),
-        turns=partial(turns_of, body.instructions, before, items),
+        turns=partial(turns_of, body.instructions, history.before.conversation, history.items),
         tools=tools_of(body),
         max_tokens=body.max_output_tokens,
         logprobs=body.logprobs,
@@ -167,10 +135,10 @@ def _form(text: TextConfig | None) -> tuple[str, Grammar] | None:
 
 def _page(own: bytes, asked: QueryParams) -> InputItems:
     """Return a page of items, latest first by default."""
-    items = msgspec.json.decode(own, type=list[msgspec.Raw])
-    names = [msgspec.json.decode(item, type=ItemId).id for item in items]
+    items = raw_items_of(own)
+    names = [item.id for item in names_of(own)]
     limit = asked.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_LISTED):
+    if not (re.fullmatch("[0-9]{1,3}", limit) and 1 <= int(limit) <= MAX_LISTED):
         raise RequestError(f"limit must be between 1 and {MAX_LISTED}", param="limit")
     if asked.get("order", "desc") != "asc":
         items.reverse()

@@ -35,8 +35,8 @@ class ItemId(msgspec.Struct):
     id: str
 
 
-_names_of = msgspec.json.Decoder(list[ItemId]).decode
-_items_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
+names_of = msgspec.json.Decoder(list[ItemId]).decode
+raw_items_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class StoredResponse:
         return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
 
 
+# Before the first response of a conversation.
+NOTHING = StoredResponse(b"", b"[]", frozenset(), slice(0), 0.0)
+
+
 class ResponseStore:
     """Stored responses, least recently used first; evicts from the key with the most."""
 
@@ -69,10 +73,15 @@ class ResponseStore:
         self._of: dict[str, OrderedDict[str, StoredResponse]] = {}  # by key name
 
     def keep(
-        self, owner: str, response_id: str, response: bytes, conversation: bytes, own: slice
+        self,
+        owner: str,
+        response_id: str,
+        response: bytes,
+        conversation: bytes,
+        names: frozenset[str],
+        own: slice,
     ) -> None:
-        """Store a response, unless it exceeds the whole store."""
-        names = frozenset(item.id for item in _names_of(conversation))
+        """Store a response, unless it exceeds the whole store; see `StoredResponse`."""
         kept = StoredResponse(response, conversation, names, own, self._clock() + KEEP_SECONDS)
         if kept.size > MAX_BYTES:
             return
@@ -95,27 +104,10 @@ class ResponseStore:
         found.move_to_end(response_id)
         return kept
 
-    def items(self, owner: str, names: Sequence[str]) -> dict[str, bytes]:
-        """Return items of a key's conversations as JSON, by id.
-
-        Raises:
-            ResponseNotFoundError: an item is not stored.
-        """
+    def kept_by(self, owner: str) -> list[StoredResponse]:
+        """Return a key's responses, least recently used first."""
         now = self._clock()
-        kept = [one for one in self._of.get(owner, {}).values() if one.until >= now]
-        found: dict[str, bytes] = {}
-        for name in names:
-            if name in found:
-                continue
-            holder = next((one for one in reversed(kept) if name in one.names), None)
-            if holder is None:
-                raise ResponseNotFoundError(f"the item {name[:80]!r} is not kept here (any more)")
-            items = _items_of(holder.conversation)
-            found |= {
-                named.id: bytes(item)
-                for named, item in zip(_names_of(holder.conversation), items, strict=True)
-            }
-        return found
+        return [one for one in self._of.get(owner, {}).values() if one.until >= now]
 
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response, or raise ResponseNotFoundError."""
@@ -127,14 +119,34 @@ class ResponseStore:
         for found in self._of.values():
             for name in [name for name, kept in found.items() if kept.until < now]:
                 del found[name]
-        while True:
-            sizes = {
-                owner: sum(kept.size for kept in found.values())
-                for owner, found in self._of.items()
-            }
-            count = sum(map(len, self._of.values()))
-            if count <= MAX_COUNT and sum(sizes.values()) <= MAX_BYTES:
-                return
-            # Whichever limit is exceeded.
-            by = sizes if count <= MAX_COUNT else {o: len(found) for o, found in self._of.items()}
-            self._of[max(by, key=by.__getitem__)].popitem(last=False)
+        sizes = {owner: sum(kept.size for kept in self._of[owner].values()) for owner in self._of}
+        counts = {owner: len(found) for owner, found in self._of.items()}
+        while (too_many := sum(counts.values()) > MAX_COUNT) or sum(sizes.values()) > MAX_BYTES:
+            by = counts if too_many else sizes
+            owner = max(by, key=by.__getitem__)
+            _, dropped = self._of[owner].popitem(last=False)
+            sizes[owner] -= dropped.size
+            counts[owner] -= 1
+
+
+def find_items(kept: Sequence[StoredResponse], names: Sequence[str]) -> dict[str, bytes]:
+    """Return items of conversations as JSON, by id: each from the latest that has it.
+
+    Raises:
+        ResponseNotFoundError: an item is in none of them.
+    """
+    found: dict[str, bytes] = {}
+    wanted = set(names)
+    for holder in reversed(kept):
+        here = wanted & holder.names
+        if not here:
+            continue
+        items = raw_items_of(holder.conversation)
+        for named, item in zip(names_of(holder.conversation), items, strict=True):
+            if named.id in here:
+                found[named.id] = bytes(item)
+        wanted -= here
+    for name in names:
+        if name in wanted:
+            raise ResponseNotFoundError(f"the item {name[:80]!r} is not kept here (any more)")
+    return found

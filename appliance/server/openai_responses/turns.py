@@ -53,6 +53,7 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
         turns.take(item, "previous_response_id")
     for number, item in enumerate(items):
         turns.take(item, f"input[{number}]")
+    turns.close()
     if not turns.found:
         raise RequestError("input has no items; send a text or a list of items", param="input")
     return turns.found
@@ -63,10 +64,18 @@ class _Turns:
 
     def __init__(self) -> None:
         self.found: list[Turn] = []
+        self._thoughts: list[str] = []  # of the last turn
         self._names: dict[str, str] = {}  # a tool's name by call id
 
     def add(self, turn: Turn) -> None:
+        self.close()
         self.found.append(turn)
+
+    def close(self) -> None:
+        """Join the thoughts of the last turn."""
+        if self._thoughts:
+            self.found[-1]["reasoning_content"] = "\n".join(self._thoughts)
+            self._thoughts.clear()
 
     def take(self, item: Item, where: str) -> None:
         match item:
@@ -81,8 +90,8 @@ class _Turns:
                     thought = thought_of(item.encrypted_content, where)
                 if thought:
                     turn = self._own("content", "tool_calls")
-                    earlier = turn.get("reasoning_content")
-                    turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
+                    self._thoughts.append(thought)
+                    turn["reasoning_content"] = thought
             case Item(type="function_call", call_id=str(call_id), name=str(name)):
                 full = flat_name(item.namespace, name)
                 self._names[call_id] = full

@@ -8,6 +8,7 @@ import openai
 import pytest
 from echoed_responses import THOUGHT, WEATHER, events_of
 
+from appliance.server.openai_responses import history
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -139,3 +140,49 @@ async def test_what_is_not_to_be_kept_is_not(serve: Serve) -> None:
         assert response.model_dump()["store"] is False
         with pytest.raises(openai.NotFoundError):
             await running.openai.responses.retrieve(response.id)
+
+
+async def test_what_no_prompt_shows_of_an_item_is_not_kept(
+    serve: Serve, tokenizer: Tokenizer, seen: list[Any]
+) -> None:
+    empty: Any = {"type": "reasoning", "id": "rs_0", "summary": []}
+    told: Any = {"type": "reasoning", "id": "rs_1", "encrypted_content": "A" * 100_000}
+    told |= {"summary": [{"type": "summary_text", "text": "Hm."}]}
+    question: Any = {"role": "user", "content": "?"}
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        responses = running.openai.responses
+        first = await responses.create(
+            model="echo", input=[*[empty] * 1000, told, question], max_output_tokens=2
+        )
+        kept = (await responses.input_items.list(first.id)).data
+        assert [item.type for item in reversed(kept)] == ["reasoning", "message"]
+        assert len(kept[1].model_dump_json()) < 500
+        await responses.create(
+            model="echo", previous_response_id=first.id, input="And?", max_output_tokens=2
+        )
+        assert seen[-1][0][0]["reasoning_content"] == "Hm."
+
+
+async def test_references_and_conversations_have_limits(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MAX_CONVERSATION", 3000)
+    question: Any = {"role": "user", "content": "x" * 800}
+    async with serve(server={"max_body_bytes": 2000}, max_model_len=4096) as running:
+        responses = running.openai.responses
+        first = await responses.create(model="echo", input=[question], max_output_tokens=2)
+        (item,) = (await responses.input_items.list(first.id)).data
+        reference: Any = {"type": "item_reference", "id": item.id}
+        await responses.create(model="echo", input=[reference, reference], max_output_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="at most 2,000") as refused:
+            await responses.create(model="echo", input=[reference] * 3)
+        assert refused.value.param == "input"
+        last = first.id
+        for _ in range(2):
+            again = await responses.create(
+                model="echo", previous_response_id=last, input=[question], max_output_tokens=2
+            )
+            last = again.id
+        with pytest.raises(openai.BadRequestError, match="at most 3,000") as refused:
+            await responses.create(model="echo", previous_response_id=last, input=[question])
+        assert refused.value.param == "previous_response_id"

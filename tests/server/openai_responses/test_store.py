@@ -5,7 +5,7 @@ import pytest
 from appliance.server.openai_responses import store
 from appliance.server.openai_responses.store import ResponseNotFoundError, ResponseStore
 
-OWN = slice(1, 3)
+OWN, NO_NAMES = slice(1, 3), frozenset[str]()
 
 
 class Clock:
@@ -28,21 +28,21 @@ def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(store, "MAX_COUNT", 2)
     kept = ResponseStore()
     for name in ("a", "b"):
-        kept.keep("ann", name, b"{}", b"[  ]", OWN)
+        kept.keep("ann", name, b"{}", b"[  ]", NO_NAMES, OWN)
     assert has(kept, "ann", "a")
-    kept.keep("ann", "c", b"{}", b"[  ]", OWN)
+    kept.keep("ann", "c", b"{}", b"[  ]", NO_NAMES, OWN)
     assert [has(kept, "ann", name) for name in "abc"] == [True, False, True]
 
 
 def test_who_keeps_most_loses_something_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_BYTES", 1000)
     kept = ResponseStore()
-    kept.keep("bob", "first", b"{}", b"[  ]", OWN)
+    kept.keep("bob", "first", b"{}", b"[  ]", NO_NAMES, OWN)
     for number in range(20):
-        kept.keep("ann", str(number), b"x" * 90, b"[" + b" " * 8 + b"]", OWN)
+        kept.keep("ann", str(number), b"x" * 90, b"[" + b" " * 8 + b"]", NO_NAMES, OWN)
     assert has(kept, "bob", "first")
     assert [has(kept, "ann", str(number)) for number in range(20)] == [False] * 11 + [True] * 9
-    kept.keep("ann", "huge", b"x" * 2000, b"[]", OWN)
+    kept.keep("ann", "huge", b"x" * 2000, b"[]", NO_NAMES, OWN)
     assert not has(kept, "ann", "huge")
     assert has(kept, "ann", "19"), "what cannot be kept displaces nothing"
 
@@ -50,11 +50,11 @@ def test_who_keeps_most_loses_something_first(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     kept = ResponseStore(clock)
-    kept.keep("ann", "a", b"{}", b"[  ]", OWN)
+    kept.keep("ann", "a", b"{}", b"[  ]", NO_NAMES, OWN)
     clock.now = store.KEEP_SECONDS - 1
     assert has(kept, "ann", "a")
     clock.now += 2
     assert not has(kept, "ann", "a")
     monkeypatch.setattr(store, "MAX_BYTES", 6)
-    kept.keep("bob", "b", b"{}", b"[  ]", OWN)
+    kept.keep("bob", "b", b"{}", b"[  ]", NO_NAMES, OWN)
     assert has(kept, "bob", "b"), "what has expired takes no room"
