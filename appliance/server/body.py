@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from appliance.errors import RequestError
 from appliance.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from appliance.server.ollama.errors import PREFIX as OLLAMA_PREFIX
 
 BODY_SECONDS = 30.0
 OFF_LOOP_BYTES = 64 * 1024  # a thread decodes larger bodies
@@ -47,11 +48,23 @@ async def read_json(
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """Read a JSON body of at most `max_bytes`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type != "application/json" and not _may_lack_type(request):
         raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise MediaTypeError("compressed bodies are not accepted")
     return await read_bytes(request, max_bytes=max_bytes)
+
+
+def _may_lack_type(request: Request) -> bool:
+    """Return True if a body may have any content type.
+
+    Ollama ignores the header, and its clients send none, or curl's for forms. A browser needs no
+    preflight to send such a body for a foreign page, so its requests, which these headers show,
+    must name JSON.
+    """
+    if not request.scope["path"].startswith(OLLAMA_PREFIX):
+        return False
+    return "origin" not in request.headers and "sec-fetch-site" not in request.headers
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
