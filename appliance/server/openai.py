@@ -20,6 +20,7 @@ from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.request_middleware import key_name
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
+from appliance.server.sampling import limit_of
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
@@ -115,7 +116,7 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
         state,
         body,
         prompts,
-        body.max_tokens,
+        limit_of(body, "max_tokens", "n_predict"),
         body.logprobs,
         prefix="cmpl-",
         param="prompt",

@@ -127,11 +127,12 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
         return content or ""
     texts = []
     for part in content:
-        if part.type != "text" or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None or part.type not in ("text", "refusal"):
             raise RequestError(
                 f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
                 param="messages",
                 code="unsupported_content",
             )
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)

@@ -84,7 +84,7 @@ def _conversation(
     body: CountRequest, sampling: SamplingFields, *, max_tokens: int | None = None
 ) -> Conversation:
     config, thinking = body.output_config, body.thinking
-    form = None if config is None else config.format
+    form = body.output_format if config is None else config.format or body.output_format
     return Conversation(
         sampling=sampling,
         turns=partial(turns_of, body),

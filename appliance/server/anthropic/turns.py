@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from appliance.server.anthropic.schema import AnthropicTurn, CountRequest
 
 
+MAX_NAME = 128  # characters of a tool's name, at Anthropic
+
+
 def turns_of(body: CountRequest) -> list[Turn]:
     """Return the turns; the system prompt and each tool result become separate turns.
 
@@ -61,7 +64,14 @@ def tools_of(body: CountRequest) -> Tools:
             )
         place = f"tools.{number}.input_schema"
         offers.append(
-            Offer(tool.name, tool.input_schema, place, tool.description, bool(tool.strict))
+            Offer(
+                tool.name,
+                tool.input_schema,
+                place,
+                tool.description,
+                bool(tool.strict),
+                max_name=MAX_NAME,
+            )
         )
     choice = body.tool_choice
     if choice is None:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.server.ollama.lines import LineT
     from appliance.server.ollama.schema import OllamaRequest
-    from appliance.server.schema import Effort, SamplingFields
+    from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
 
 # Clients infer features from it, so it is the version of the implemented API.
@@ -170,16 +170,9 @@ def _conversation(
         turns=turns,
         tools=tools,
         max_tokens=max_tokens,
-        options=_template_options(body.think),
+        options=template_options(body.think),
         form=_form(body),
     )
-
-
-def _template_options(think: bool | Effort | None) -> dict[str, Any]:
-    """Return template variables; the template's defaults cover the rest."""
-    if think is True:
-        return {"enable_thinking": True, "thinking": True}
-    return template_options("none" if think is False else think)
 
 
 async def _begin_text(

@@ -7,13 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
 
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
-from appliance.server.openai_responses.answers import DeletedResponse, InputItems, ResponseObject
+from appliance.server.openai_responses.answers import (
+    DeletedResponse,
+    InputItems,
+    ResponseInputTokens,
+    ResponseObject,
+)
 from appliance.server.openai_responses.frames import response_frames
 from appliance.server.openai_responses.history import HistoryReader
 from appliance.server.openai_responses.responding import Responding
@@ -21,10 +27,11 @@ from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, Resp
 from appliance.server.openai_responses.store import ResponseStore, names_of, raw_items_of
 from appliance.server.openai_responses.turns import tools_of, turns_of
 from appliance.server.openapi import describes
-from appliance.server.prompt import off_loop
+from appliance.server.prompt import chat_prompt, off_loop
 from appliance.server.request_middleware import key_name
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
+from appliance.server.terms import salt_of
 from appliance.server.thinking import template_options
 
 if TYPE_CHECKING:
@@ -64,6 +71,23 @@ def responses_router(server: ServerState) -> APIRouter:
             return await whole_response(request, answer, partial(responding.whole, answer))
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))
+
+    counted = describes(ResponsesRequest, ResponseInputTokens)
+
+    @router.post("/v1/responses/input_tokens", **counted)
+    async def input_tokens(request: Request) -> Response:
+        """Count the tokens of the prompt that this input makes."""
+        state, body = await take_body(server, request, ResponsesRequest, UNSUPPORTED, HARMLESS)
+        owner = key_name(request.scope)
+        reader = HistoryReader(store, owner, body, max_bytes=server.config.max_body_bytes)
+        chat = _conversation(body, await off_loop(state, reader.read))
+        prompt = await chat_prompt(state, chat, salt_of(state, chat.sampling, owner))
+        return json_response(ResponseInputTokens(input_tokens=len(prompt.ids)))
+
+    @router.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        """Compacting is OpenAI's own; say that it is missing, not that its method is wrong."""
+        raise HTTPException(404)
 
     @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
     async def response(request: Request) -> Response:

@@ -8,27 +8,27 @@ import msgspec
 from msgspec import Meta
 
 from appliance.server.schema import MAX_TOKENS, Message, Prompt, TermsFields, TokenId, Tool
+from appliance.server.unsupported import NOTHING, Table
 
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Without effect: texts are never cut.
-_CUTTING: dict[str, tuple[Any, ...]] = {
+_CUTTING: Table = {
     "max_chunks_per_doc": (None,),
     "max_tokens_per_doc": (None,),
-    "truncate": (*_NOTHING, "NONE"),
+    "truncate": (*NOTHING, "NONE"),
     "truncate_prompt_tokens": (None, -1),
 }
-EMBEDDINGS = _CUTTING | {
+EMBEDDINGS: Table = _CUTTING | {
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
-    "messages": _NOTHING,
+    "messages": NOTHING,
     "embedding_types": (None, [], ["float"]),
-    "prompt_embeds": _NOTHING,
+    "prompt_embeds": NOTHING,
 }
-RELEVANCE = _CUTTING | {"rank_fields": _NOTHING, "mm_processor_kwargs": _NOTHING}
-TOKENS: dict[str, tuple[Any, ...]] = {
-    "chat_template": _NOTHING,
-    "continue_final_message": _NOTHING,
-    "mm_processor_kwargs": _NOTHING,
+RELEVANCE: Table = _CUTTING | {"rank_fields": NOTHING, "mm_processor_kwargs": NOTHING}
+TOKENS: Table = {
+    "chat_template": NOTHING,
+    "continue_final_message": NOTHING,
+    "mm_processor_kwargs": NOTHING,
 }
 HARMLESS = {"add_special_tokens", "input_type", "use_activation"}
 
