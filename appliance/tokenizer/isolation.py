@@ -116,7 +116,7 @@ class TemplateLimitError(ChatTemplateError):
 
 
 class IsolatedEncoder:
-    """Encodes texts in a separate process, for a tokenizer.json with unknown rules.
+    """Encodes texts in separate processes, for a tokenizer.json with unknown parts.
 
     Args:
         separator: a text that becomes a token by itself, see `Tokenizer`.
@@ -153,6 +153,18 @@ class IsolatedEncoder:
             raise RequestError(
                 "this model's tokenizer fails on this text, or takes too long; send another text"
             ) from error
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a pair, and 1 for each that is a control token.
+
+        Raises:
+            RequestError: it takes too long, or the tokenizer fails.
+        """
+        try:
+            ids, control = self._workers.ask({"pair": [first, second]}, cpu_seconds=ENCODE_SECONDS)
+        except WorkerEndedError as error:
+            raise RequestError("this model's tokenizer fails on pairs of texts") from error
+        return ids, control
 
     def rest(self) -> None:
         """End an idle process; the next text starts a new one."""

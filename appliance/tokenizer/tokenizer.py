@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+MAX_ADDED = 1024  # characters of an added token, which each text is searched for
 _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
 
@@ -72,6 +73,11 @@ class Tokenizer:
         added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab_size(), *(i + 1 for i in added), 0)
         self._added_text = {token_id: token.content for token_id, token in added.items()}
+        if (longest := max(map(len, self._added_text.values()), default=0)) > MAX_ADDED:
+            raise ModelError(
+                f"the tokenizer adds a token of {longest} characters, more than {MAX_ADDED}; "
+                "download it again"
+            )
         control = {token_id: token for token_id, token in added.items() if token.special}
         self._control_ids = frozenset(control)
         self._control_tokens = ControlTokens(control)
@@ -133,10 +139,14 @@ class Tokenizer:
     @cached_property
     def _pair_frame(self) -> tuple[list[int], list[int], list[int]]:
         """Control tokens before, between and after the texts of a pair."""
-        probe = self._backend.encode("a", "a")
+        if self._encoder is None:
+            probe = self._backend.encode("a", "a")
+            ids, control = probe.ids, probe.special_tokens_mask
+        else:
+            ids, control = self._encoder.encode_pair("a", "a")
         parts: list[list[int]] = [[], [], []]
         place, inside = 0, False
-        for token_id, is_control in zip(probe.ids, probe.special_tokens_mask, strict=True):
+        for token_id, is_control in zip(ids, control, strict=True):
             if is_control:
                 parts[place].append(token_id)
             elif not inside:
@@ -272,6 +282,9 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], *, with_control: bool = False) -> str:
         """Decode a whole sequence, by default without control tokens."""
         known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
+        if self._encoder is not None:  # whose decoder is not trusted either
+            bytes_of = self.token_bytes if with_control else self.visible_bytes
+            return b"".join(map(bytes_of, known)).decode("utf-8", errors="replace")
         text: str = self._backend.decode(known, skip_special_tokens=not with_control)
         return text
 
