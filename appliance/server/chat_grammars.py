@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 BLAME_SECONDS = 5.0  # to find which of a request's tools does not compile
 
 
-async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
+async def chat_grammar(
+    state: ModelState, chat: Conversation, *, thinking: bool, continues: bool
+) -> Grammar | None:
     """Return the grammar for the engine; None allows any answer.
 
     Args:
         thinking: the answer begins inside a thought.
+        continues: it continues the last turn.
 
     Raises:
         RequestError: two settings exclude each other, or a schema does not compile.
@@ -39,6 +42,12 @@ async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool)
             expect_grammars(state)  # the next request may need one
         return None
     _, tokenizer = state.serving()
+    if continues and tokenizer.dialect.form.framed:
+        raise RequestError(
+            "this model cannot continue a turn in a given format, nor with a required or strict "
+            "tool; end with a turn of the user",
+            param=chat.param,
+        )
     loop = asyncio.get_running_loop()
     build = partial(_build, tokenizer, tools, content, thinking=thinking)
     try:

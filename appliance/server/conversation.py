@@ -28,6 +28,8 @@ class Conversation:
         form: the requesting field's name and the answer's grammar; None leaves it to `sampling`.
         param: field of the body that holds the messages.
         begins_answer: the prompt ends with the opening of an answer.
+        continues: the answer continues the last turn, which is the assistant's; None if it has
+            text and no calls.
     """
 
     sampling: SamplingFields
@@ -40,3 +42,4 @@ class Conversation:
     form: tuple[str, Grammar] | None = None
     param: str = "messages"
     begins_answer: bool = True
+    continues: bool | None = None

@@ -130,7 +130,7 @@ async def begin_chat(
         EngineUnavailableError: no model is loaded.
     """
     prompt = await chat_prompt(state, chat, salt_of(state, chat.sampling, owner))
-    grammar = await chat_grammar(state, chat, thinking=prompt.thinking)
+    grammar = await chat_grammar(state, chat, thinking=prompt.thinking, continues=prompt.continues)
     return await submit(
         state,
         chat.sampling,

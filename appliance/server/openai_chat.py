@@ -10,7 +10,7 @@ from appliance.server.conversation import Conversation
 from appliance.server.intake import begin_chat
 from appliance.server.sampling import limit_of
 from appliance.server.thinking import asked_thinking, template_options
-from appliance.server.turns import tools_of, turns_of
+from appliance.server.turns import ending_of, tools_of, turns_of
 
 if TYPE_CHECKING:
     from appliance.server.answer import Answer
@@ -27,6 +27,7 @@ async def answer_chat(
     if zero := next((name for name in names if getattr(body, name) == 0), None):
         raise RequestError(f"{zero} must be at least 1, or -1 for as many as fit", param=zero)
     asked = limit_of(body, *names)
+    begins_answer, continues = ending_of(body)
     effort, thought_tokens = asked_thinking(body)
     chat = Conversation(
         sampling=body,
@@ -35,6 +36,8 @@ async def answer_chat(
         max_tokens=asked,
         options=template_options(effort, body.chat_template_kwargs),
         thought_tokens=thought_tokens,
+        begins_answer=begins_answer,
+        continues=continues,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return await begin_chat(state, chat, owner, prefix="chatcmpl-", request_id=request_id)

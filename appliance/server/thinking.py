@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 16 * 1024  # as JSON
 # Set by the server itself.
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates have three levels
 
 

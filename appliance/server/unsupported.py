@@ -112,8 +112,6 @@ HARMLESS = {
     *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
 }
 _CHAT: Table = _ANYWHERE | {
-    "add_generation_prompt": (None, True),
-    "continue_final_message": NOTHING,
     "add_special_tokens": (None, False),
     "audio": NOTHING,
     "chat_template": NOTHING,

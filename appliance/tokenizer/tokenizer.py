@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.dialects import Dialect, learn_dialect
 from appliance.errors import ChatTemplateError, ModelError, RequestError
-from appliance.tokenizer.chat_template import check_nesting
+from appliance.tokenizer.chat_template import check_nesting, marked_end, text_before
 from appliance.tokenizer.control_tokens import ContentGuard, ControlTokens, Occurrence
 from appliance.tokenizer.from_folder import load_from_folder
 from appliance.tokenizer.from_gguf import load_from_gguf
@@ -186,6 +186,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        continues: str | None = None,
         salt: str = "",
     ) -> list[int]:
         """Encode a chat in the model's format.
@@ -193,20 +194,28 @@ class Tokenizer:
         Only the template can produce control tokens; messages stay text. Caches texts of recent
         chats; `salt` separates chats that must not learn of one another from timing.
 
+        Args:
+            continues: field of the last message, such as content, with whose text the chat ends.
+
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
-            RequestError: a message nests too deeply or contains lone surrogates.
+            RequestError: a message nests too deeply or contains lone surrogates, or the template
+                leaves out the text to continue.
         """
         check_nesting(messages, "messages")
         check_nesting(tools, "tools")
         check_nesting(options, "chat_template_kwargs")
         guard = ContentGuard(self._control_tokens)
+        hidden = guard.hide(messages)
+        mark = None if continues is None else marked_end(hidden[-1], continues)
         text = self._template().render(
-            guard.hide(messages),
+            hidden,
             tools=guard.hide(tools),
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and mark is None,
             options=guard.hide(options),
         )
+        if mark is not None:
+            text = text_before(mark, text)
         occurrences = self._control_tokens.find(_valid(text))
         pieces = [_valid(guard.restore(piece)) for piece in _split(text, occurrences)]
         begin, *others = self._known_texts.ids_of(

@@ -176,7 +176,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("chat_template", "{{ 1 }}"),
-    ("add_generation_prompt", False),
+    ("continue_final_message", True),
     ("skip_special_tokens", False),
 ]
 

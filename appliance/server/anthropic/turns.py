@@ -39,12 +39,28 @@ def turns_of(body: CountRequest) -> list[Turn]:
         else:
             turns += _others(message, where, names)
     if body.messages[-1].role == "assistant":
-        raise RequestError(
-            "messages end with a turn of the assistant, and going on from there is not supported; "
-            "end with a turn of the user",
-            param="messages",
-        )
+        _check_prefill(body, turns[-1])
     return turns
+
+
+def _check_prefill(body: CountRequest, last: Turn) -> None:
+    """Refuse a last turn of the assistant that Anthropic's API would not continue."""
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    config = body.output_config
+    if "tool_calls" in last:
+        why = "the last message has a tool_use without its tool_result after it"
+    elif last["content"] != last["content"].rstrip():
+        why = "the text of a last message of the assistant must not end with white space"
+    elif thinks and "reasoning_content" not in last:
+        why = (
+            "with thinking, a last message of the assistant must begin with a thinking block; "
+            "leave thinking out, or end with a message of the user"
+        )
+    elif body.output_format is not None or (config is not None and config.format is not None):
+        why = "a last message of the assistant is not continued in a format; leave one out"
+    else:
+        return
+    raise RequestError(why, param="messages")
 
 
 def tools_of(body: CountRequest) -> Tools:

@@ -45,6 +45,18 @@ class History:
     names: frozenset[str]
     before: StoredResponse
 
+    @property
+    def is_open(self) -> bool:
+        """True if its last item may be continued: a message that was cut, or has no status."""
+        if self.items:
+            return self.items[-1].status != "completed"
+        kept = self.before.response
+        return not kept or msgspec.json.decode(kept, type=_Status).status != "completed"
+
+
+class _Status(msgspec.Struct):
+    status: str
+
 
 class HistoryReader:
     """Reads the conversation of one request.

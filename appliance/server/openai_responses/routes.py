@@ -143,6 +143,7 @@ def _conversation(body: ResponsesRequest, history: History) -> Conversation:
         options=template_options(None if body.reasoning is None else body.reasoning.effort),
         form=_form(body.text),
         param="input",
+        continues=None if history.is_open else False,
     )
 
 

@@ -27,7 +27,6 @@ EMBEDDINGS: Table = _CUTTING | {
 RELEVANCE: Table = _CUTTING | {"rank_fields": NOTHING, "mm_processor_kwargs": NOTHING}
 TOKENS: Table = {
     "chat_template": NOTHING,
-    "continue_final_message": NOTHING,
     "mm_processor_kwargs": NOTHING,
 }
 HARMLESS = {"add_special_tokens", "input_type", "use_activation"}
@@ -80,6 +79,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

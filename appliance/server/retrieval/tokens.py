@@ -12,7 +12,7 @@ from appliance.server.retrieval.answers import Detokenized, Tokenized, Tokenizer
 from appliance.server.schema import ChatRequest
 from appliance.server.terms import salt_of
 from appliance.server.thinking import template_options
-from appliance.server.turns import tools_of, turns_of
+from appliance.server.turns import ending_of, tools_of, turns_of
 
 if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
@@ -51,12 +51,14 @@ async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tok
 
 async def _chat_ids(state: ModelState, body: TokenizeRequest, owner: str) -> list[int]:
     chat = ChatRequest(messages=body.messages or [], tools=body.tools)
+    begins_answer, continues = ending_of(body)
     conversation = Conversation(
         sampling=chat,
         turns=partial(turns_of, chat.messages),
         tools=tools_of(chat),
         options=template_options(None, body.chat_template_kwargs),
-        begins_answer=body.add_generation_prompt is not False,
+        begins_answer=begins_answer,
+        continues=continues,
     )
     return (await chat_prompt(state, conversation, salt_of(state, chat, owner))).ids
 

@@ -311,11 +311,11 @@ async def test_errors_have_the_shape_of_the_protocol(serve: Serve) -> None:
             search: Any = {"type": "web_search_20250305", "name": "web_search"}
             with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
                 await create(model="echo", max_tokens=9, messages=user("hi"), tools=[search])
-            with pytest.raises(anthropic.BadRequestError, match="assistant"):
+            with pytest.raises(anthropic.BadRequestError, match="white space"):
                 await create(
                     model="echo",
                     max_tokens=9,
-                    messages=[*user("hi"), {"role": "assistant", "content": "Once"}],
+                    messages=[*user("hi"), {"role": "assistant", "content": "Once "}],
                 )
             lacking = await running.http.post(
                 "/v1/messages",
