@@ -35,8 +35,21 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Any = None  # a tool's result: text or blocks
+    content: Any = None  # a tool's result: text or blocks, or an object of Anthropic's tools
     is_error: bool | None = None
+    source: Any = None  # of a document or search result
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+    tool_name: str | None = None
+
+
+class DocumentSource(msgspec.Struct, kw_only=True):
+    """The text of a document."""
+
+    type: str
+    data: str | None = None
+    content: Any = None
 
 
 class AnthropicTurn(msgspec.Struct, kw_only=True):
