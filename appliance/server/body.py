@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -17,8 +17,12 @@ from appliance.errors import RequestError
 from appliance.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from appliance.server.ollama.errors import PREFIX as OLLAMA_PREFIX
 
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
 BODY_SECONDS = 30.0
 OFF_LOOP_BYTES = 64 * 1024  # a thread decodes larger bodies
+BODY_BYTES = "body_bytes"  # key in a request's state
 _MAX_NAMES_LOGGED = 100
 _MAX_DIGITS = 400
 
@@ -40,9 +44,16 @@ async def read_json(
         RequestError: the body is too large, too slow, not JSON, or does not fit the struct.
     """
     body = await read_body(request, max_bytes=max_bytes)
+    request.scope.setdefault("state", {})[BODY_BYTES] = len(body)
     if len(body) < OFF_LOOP_BYTES:
         return decode_json(body, kind)
     return await asyncio.to_thread(decode_json, body, kind)
+
+
+def body_size(scope: Scope) -> int:
+    """Return the bytes of a request's body; 0 before it has been read."""
+    size: int = scope.get("state", {}).get(BODY_BYTES, 0)
+    return size
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:

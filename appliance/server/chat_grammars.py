@@ -23,7 +23,7 @@ BLAME_SECONDS = 5.0  # to find which of a request's tools does not compile
 
 
 async def chat_grammar(
-    state: ModelState, chat: Conversation, *, thinking: bool, continues: bool
+    state: ModelState, chat: Conversation, owner: str, *, thinking: bool, continues: bool
 ) -> Grammar | None:
     """Return the grammar for the engine; None allows any answer.
 
@@ -51,7 +51,7 @@ async def chat_grammar(
     loop = asyncio.get_running_loop()
     build = partial(_build, tokenizer, tools, content, thinking=thinking)
     try:
-        grammar = await loop.run_in_executor(state.text_pool, build)
+        grammar = await state.texts.run(build, owner=owner, size=chat.size)
     except RequestError as error:
         raise RequestError(error.message, param=error.param or "tools") from error
     if content is not None and grammar.text == content.text:

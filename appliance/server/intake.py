@@ -25,7 +25,7 @@ from appliance.server.prompt import chat_prompt
 from appliance.server.request_middleware import key_name
 from appliance.server.sampling import NO_LIMIT, completion_budget, sampling_params
 from appliance.server.stream import EventStream
-from appliance.server.terms import Terms, salt_of
+from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -129,8 +129,10 @@ async def begin_chat(
         ChatTemplateError: there is no template, or it does not render these messages.
         EngineUnavailableError: no model is loaded.
     """
-    prompt = await chat_prompt(state, chat, salt_of(state, chat.sampling, owner))
-    grammar = await chat_grammar(state, chat, thinking=prompt.thinking, continues=prompt.continues)
+    prompt = await chat_prompt(state, chat, owner)
+    grammar = await chat_grammar(
+        state, chat, owner, thinking=prompt.thinking, continues=prompt.continues
+    )
     return await submit(
         state,
         chat.sampling,

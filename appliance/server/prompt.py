@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.server.pieces import Reading
+from appliance.server.terms import salt_of
 from appliance.server.thinking import thought_budget
 from appliance.tokenizer import DecodeStream
 
@@ -29,8 +29,6 @@ _OFF_LOOP_CHARACTERS = 4096
 _TAIL = 16  # tokens at a prompt's end that may begin a thought
 _MARKS = 64  # tokens of marks before a turn's text, at most
 
-ResultT = TypeVar("ResultT")
-
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -43,11 +41,11 @@ class ChatPrompt:
     continues: bool  # the answer continues the last turn
 
 
-async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatPrompt:
+async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> ChatPrompt:
     """Render a conversation with the model's chat template.
 
     Args:
-        salt: only chats with the same salt share tokenized texts; see `terms.salt_of`.
+        owner: name of the request's API key, whose chats may share tokenized texts.
 
     Raises:
         RequestError: a message is unsupported.
@@ -60,6 +58,8 @@ async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatP
             param=chat.param,
             code="no_chat_template",
         )
+
+    salt = salt_of(state, chat.sampling, owner)
 
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
@@ -86,7 +86,7 @@ async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatP
         return ChatPrompt(ids, reading, thinking, budget, continued is not None)
 
     # Even a chat of short texts can have large tools or options.
-    return await off_loop(state, encode)
+    return await state.texts.run(encode, owner=owner, size=chat.size)
 
 
 def _continued(turns: list[Turn], chat: Conversation) -> str | None:
@@ -161,6 +161,7 @@ def _reading(
 async def completion_prompts(
     state: ModelState,
     prompt: str | list[str | int | list[int]],
+    owner: str,
     *,
     param: str = "prompt",
     most: int = MAX_PROMPTS,
@@ -168,6 +169,7 @@ async def completion_prompts(
     """Return each prompt's token ids; accepts a text, texts, token ids or lists of these.
 
     Args:
+        owner: name of the request's API key.
         param: its name.
         most: limit on prompts.
 
@@ -189,7 +191,7 @@ async def completion_prompts(
         ]
 
     at_once = characters < _OFF_LOOP_CHARACTERS and not (characters and tokenizer.is_isolated)
-    encoded = encode() if at_once else await off_loop(state, encode)
+    encoded = encode() if at_once else await state.texts.run(encode, owner=owner, size=characters)
     for ids in encoded:
         _check_ids(ids, info, param)
         if not ids:
@@ -230,8 +232,3 @@ def _check_ids(ids: list[int], info: EngineInfo, param: str) -> None:
             f"{param} has the token id {largest}; this model has {info.vocab_size} tokens",
             param=param,
         )
-
-
-async def off_loop(state: ModelState, work: Callable[[], ResultT]) -> ResultT:
-    """Run work on long texts in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)

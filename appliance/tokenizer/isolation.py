@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 5.0  # per chat
 MEMORY_BYTES = 1 << 30
-MOST_WORKERS = 2  # concurrent renderings
+MOST_WORKERS = 3  # at once; as many as the server has threads for texts
 
 ENCODE_SECONDS = 5.0  # base limit for a request
 CHARACTERS_PER_SECOND = 100_000  # one CPU second more for each; ten times the usual need
@@ -131,7 +131,7 @@ class IsolatedEncoder:
             {"tokenizer": str(folder.resolve()), "separator": separator},
             cpu_seconds=60.0,  # the largest ones take a few
             memory_bytes=ENCODE_MEMORY_BYTES,
-            most=1,
+            most=MOST_WORKERS,
         )
         try:
             self._ask([""], add_special_tokens=False)

@@ -249,6 +249,6 @@ def serve(
                 await other.close(now=True)
             web.should_exit = True
             await serving
-            whole.text_pool.shutdown()
+            whole.texts.close()
 
     return start

@@ -87,6 +87,11 @@ class HistoryReader:
                     code="previous_response_not_found",
                 ) from None
 
+    @property
+    def size(self) -> int:
+        """Bytes of what the request continues."""
+        return len(self._before.conversation)
+
     def read(self) -> History:
         """Return the conversation.
 
