@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.engine.grammars.matchers import NO_WAY_ON
 from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.deadlines import was_started, why_refused
@@ -50,6 +51,7 @@ def _delta(update: Update) -> SequenceDelta:
             index=sequence.index,
             finish_reason=finish_reason,
             error=error,
+            refused=error.startswith(NO_WAY_ON),
         )
     is_search = cumulative_logprob is not None  # a search shows nothing before its end
     first = sequence.index == 0 if is_search else sequence.num_output_tokens == len(token_ids)

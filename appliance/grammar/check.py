@@ -5,25 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from appliance.errors import RequestError
-from appliance.grammar.grammar import Grammar, GrammarKind
+from appliance.grammar.grammar import Grammar, GrammarKind, canonical_schema
 from appliance.grammar.source import limits, source_of
 
 MAX_TRIED = 2000  # subschemas tried while locating an error
 MAX_MESSAGE = 400  # characters
 _PLACED = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
+_NOTHING = "nsatisfiable"
 _QUOTED = re.compile(r"\s+\d+ \| ")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 # Keywords with subschemas: by name, in a list, or one.
 _DEFINITIONS = ("$defs", "definitions")
-_BY_NAME = ("properties", "patternProperties", *_DEFINITIONS)
+_BY_NAME = (
+    "properties", "patternProperties", "dependentSchemas", "dependencies", *_DEFINITIONS,
+)  # fmt: skip
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else")
+_SINGLE = (
+    "items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else",
+    "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -38,18 +45,21 @@ class Problem(NamedTuple):
     message: str
 
 
-def problem_of(grammar: Grammar) -> Problem | None:
+def problem_of(grammar: Grammar, given: str | None = None) -> Problem | None:
     """Return a grammar's error, as far as it shows without a vocabulary; None if valid.
 
     Costs as much as compiling, and many times that on an error; for untrusted text call it in a
     limited process.
+
+    Args:
+        given: the client's schema, of whose places the problem speaks; None means the grammar's.
     """
     message = _why_refused(grammar)
     if message is None:
         return None
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
         return Problem((), message)
-    return _blame(json.loads(grammar.text), message)
+    return _blame(json.loads(given or grammar.text), message)
 
 
 def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
@@ -66,10 +76,10 @@ def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar.lark(grammar.text)
         elif grammar.kind is GrammarKind.JSON_SCHEMA:
-            grammar = Grammar.json_schema(grammar.text)
+            grammar = Grammar(grammar.kind, canonical_schema(grammar.text))
     except RequestError as error:
-        return {"refused": str(error), "place": []}
-    problem = problem_of(grammar)
+        return {"refused": error.message, "place": [error.param] if error.param else []}
+    problem = problem_of(grammar, request["text"])
     if problem is not None:
         return {"refused": problem.message, "place": problem.place}
     return {"text": grammar.text}
@@ -88,6 +98,10 @@ def in_words(message: str, kind: GrammarKind) -> str:
     text = " ".join(filter(None, kept)).removeprefix("failed to compile JSON schema: ")
     if "oneOf constraints are not supported" in text:
         text = "oneOf needs schemas of which no two can match the same value, plainly; use anyOf"
+    if "NoExtensionBias" in text:
+        text = "nothing obeys this: it refers to itself without end"
+    if "Failed to generate regex for" in text:
+        text = f"these bounds of a number are too large or have too many digits: {text}"
     if unknown := _UNIMPLEMENTED.match(text):
         text = f"not supported: {', '.join(json.loads(unknown[1]))}"
     if found and kind is GrammarKind.LARK:  # the first line of the source is not the user's
@@ -96,8 +110,20 @@ def in_words(message: str, kind: GrammarKind) -> str:
 
 
 def _why_refused(grammar: Grammar) -> str | None:
-    failed, messages = LLMatcher.validate_grammar_with_warnings(source_of(grammar), limits=limits())
-    return in_words(messages[0], grammar.kind) if failed else None
+    source = source_of(grammar)
+    if grammar.kind is GrammarKind.LARK and "<" in grammar.text:  # may name a token of the model's
+        failed, messages = LLMatcher.validate_grammar_with_warnings(source, limits=limits())
+        return in_words(messages[0], grammar.kind) if failed else None
+    matcher = LLMatcher(_bytes(), source, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some limits, and loops of references, show only here
+    return in_words(matcher.get_error(), grammar.kind) if matcher.is_error() else None
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """Return a vocabulary of all bytes, with which every text can be written."""
+    return LLTokenizer("byte")
 
 
 def _blame(schema: Any, message: str) -> Problem:
@@ -110,7 +136,8 @@ def _blame(schema: Any, message: str) -> Problem:
     for inner, part in islice(_parts(schema, ()), MAX_TRIED):
         if inner[: len(place)] == place:
             why = _why_part(part, definitions)
-            if why is not None:
+            # What nothing obeys may be left out, so it is at fault only if that is the error.
+            if why is not None and (_NOTHING not in why or _NOTHING in message):
                 place, culprit, message = inner, part, why
     for key in culprit:
         rest = {name: value for name, value in culprit.items() if name != key}
@@ -126,7 +153,10 @@ def _why_part(part: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | 
         for key, value in definitions.items()
         if key not in part or part[key] is value
     }
-    return _why_refused(Grammar.json_schema({**part, **lenient}))
+    try:
+        return _why_refused(Grammar.json_schema({**part, **lenient}))
+    except RequestError:  # of the part alone: as a whole the schema could be lowered
+        return None
 
 
 def _parts(schema: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -14,6 +14,7 @@ import msgspec
 
 from appliance.errors import RequestError
 from appliance.grammar.closed import close_objects
+from appliance.grammar.lowering import lowered
 
 MAX_TEXT = 256 * 1024  # characters: a coding agent's tools take a third of it
 MAX_DEPTH = 64  # of a schema as JSON: each object in an object is two levels
@@ -73,9 +74,15 @@ class Grammar(msgspec.Struct, frozen=True):
         """Accept JSON under a schema, given as an object or as JSON text.
 
         Raises:
-            RequestError: it is not a schema, or is nested too deeply.
+            RequestError: it is not a schema, is nested too deeply, or has a keyword that is not
+                supported; `param` is the place of that.
         """
-        return cls(GrammarKind.JSON_SCHEMA, canonical_schema(schema))
+        try:
+            return cls(GrammarKind.JSON_SCHEMA, canonical_schema(schema))
+        except RequestError as error:
+            if error.param is None:
+                raise
+            raise RequestError(f"{error.param}: {error.message}", param=error.param) from error
 
     @classmethod
     def schema_as_given(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
@@ -132,10 +139,12 @@ class Grammar(msgspec.Struct, frozen=True):
 def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """Write a schema as compact JSON, keeping the order of properties, which answers follow.
 
-    Objects are closed, see `close_objects`.
+    It has only keywords that the compiler knows, see `lowered`, and objects are closed, see
+    `close_objects`.
 
     Raises:
-        RequestError: it is not a schema, is too long, or is nested too deeply.
+        RequestError: it is not a schema, is too long, is nested too deeply, or has a keyword that
+            is not supported.
     """
     if isinstance(schema, str):
         try:
@@ -147,7 +156,10 @@ def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
     _check_depth(schema)
     text = _compact(schema)
     _check_length(text)
-    return _compact(close_objects(schema, len(text))) if isinstance(schema, Mapping) else text
+    if not isinstance(schema, Mapping):
+        return text
+    simpler = lowered(schema)
+    return _compact(close_objects(simpler, len(text)))
 
 
 def embedded(schema: Mapping[str, Any] | bool | str) -> str:

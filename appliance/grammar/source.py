@@ -35,6 +35,7 @@ def limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=200_000,  # about 14 ms
         step_max_items=50_000,  # about 3 ms
+        max_items_in_row=20_000,  # 4 for each optional property that may come next
         max_lexer_states=50_000,  # of 1 to 2 KB
         max_grammar_size=500_000,
         verbose_errors=False,  # they would reveal the prompt

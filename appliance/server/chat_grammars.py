@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
+OF_THE_WHOLE = ("tool_choice", "structured_outputs")  # of no tool's schema
 BLAME_SECONDS = 5.0  # to find which of a request's tools does not compile
 
 
-async def chat_grammar(
-    state: ModelState, chat: Conversation, owner: str, *, thinking: bool, continues: bool
-) -> Grammar | None:
+async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
     """Return the grammar for the engine; None allows any answer.
 
     Args:
         thinking: the answer begins inside a thought.
-        continues: it continues the last turn.
 
     Raises:
         RequestError: two settings exclude each other, or a schema does not compile.
@@ -42,28 +40,26 @@ async def chat_grammar(
             expect_grammars(state)  # the next request may need one
         return None
     _, tokenizer = state.serving()
-    if continues and tokenizer.dialect.form.framed:
-        raise RequestError(
-            "this model cannot continue a turn in a given format, nor with a required or strict "
-            "tool; end with a turn of the user",
-            param=chat.param,
-        )
     loop = asyncio.get_running_loop()
     build = partial(_build, tokenizer, tools, content, thinking=thinking)
     try:
-        grammar = await state.texts.run(build, owner=owner, size=chat.size)
-    except RequestError as error:
-        raise RequestError(error.message, param=error.param or "tools") from error
-    if content is not None and grammar.text == content.text:
-        return grammar
-    try:
+        grammar = await loop.run_in_executor(state.text_pool, build)
+        if content is not None and grammar.text == content.text:
+            return grammar
         return await checked_grammar(state, grammar, "tools")
-    except RequestError:  # whose fault it is, if that is soon found
-        end = loop.time() + BLAME_SECONDS
-        for place, schema in zip(tools.places, (tools.schemas or {}).values(), strict=True):
-            if loop.time() < end:
-                await state.grammars.check(Grammar.schema_as_given(schema), place)
-        raise
+    except RequestError as error:
+        if error.param not in OF_THE_WHOLE:
+            await _blame(state, tools)
+        raise RequestError(error.message, param=error.param or "tools") from error
+
+
+async def _blame(state: ModelState, tools: Tools) -> None:
+    """Raise the RequestError of the tool that does not compile, if that is soon found."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + BLAME_SECONDS
+    for place, schema in zip(tools.places, (tools.schemas or {}).values(), strict=True):
+        if loop.time() < end:
+            await state.grammars.check(Grammar.schema_as_given(schema), place)
 
 
 def _build(

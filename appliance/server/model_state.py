@@ -23,6 +23,7 @@ from appliance.server.queue import Queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
     from appliance.config import EngineConfig, ServerConfig
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from appliance.server.quality import ServedCard
     from appliance.server.replicas import ServedEngine
     from appliance.server.state import ServerState
-    from appliance.server.text_threads import TextThreads
     from appliance.tokenizer import Tokenizer
 
 _MOST_NAMES = 20  # adapter names in a message
@@ -140,9 +140,9 @@ class ModelState:
         return self.server.use
 
     @property
-    def texts(self) -> TextThreads:
+    def text_pool(self) -> ThreadPoolExecutor:
         """Threads for templates and tokenizers, which keep long texts off the event loop."""
-        return self.server.texts
+        return self.server.text_pool
 
     @property
     def several_keys(self) -> bool:

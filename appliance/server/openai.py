@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server import unsupported
-from appliance.server.body import body_size
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.errors import json_response, request_id_of
@@ -21,7 +20,6 @@ from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.request_middleware import key_name
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
-from appliance.server.sampling import limit_of
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
@@ -48,9 +46,7 @@ def openai_router(server: ServerState) -> APIRouter:
 
         async def respond() -> Response:
             owner, request_id = key_name(request.scope), request_id_of(request.scope)
-            answer, exchange = await answer_chat(
-                state, body, owner, request_id=request_id, size=body_size(request.scope)
-            )
+            answer, exchange = await answer_chat(state, body, owner, request_id=request_id)
             if body.stream:
                 frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
                 return EventStream(frames, on_close=answer.close)
@@ -95,19 +91,18 @@ def openai_router(server: ServerState) -> APIRouter:
 
 
 async def _complete(state: ModelState, request: Request, body: CompletionRequest) -> Response:
-    owner = key_name(request.scope)
     if body.suffix:
-        prompts, ends = await fim_prompts(state, body.prompt, body.suffix, owner)
+        prompts, ends = await fim_prompts(state, body.prompt, body.suffix)
         body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
     else:
-        prompts = await completion_prompts(state, body.prompt, owner)
+        prompts = await completion_prompts(state, body.prompt)
     nothing_more = body.max_tokens == 0 and body.prompt_logprobs is None
     if body.echo and (body.logprobs is not None or nothing_more):
         scoring = EchoScoring.begin(
             state,
             body,
             prompts,
-            owner=owner,
+            owner=key_name(request.scope),
             request_id=request_id_of(request.scope),
         )
         return await whole_response(request, scoring.answer, scoring.completion)
@@ -120,11 +115,11 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
         state,
         body,
         prompts,
-        limit_of(body, "max_tokens", "n_predict"),
+        body.max_tokens,
         body.logprobs,
         prefix="cmpl-",
         param="prompt",
-        owner=owner,
+        owner=key_name(request.scope),
         request_id=request_id_of(request.scope),
         default=DEFAULT_COMPLETION_TOKENS,
         grammar=grammar,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,12 +17,17 @@ def inside(schema: dict[str, Any]) -> dict[str, Any]:
     ("schema", "place", "words"),
     [
         ({"type": "strin"}, "type", "strin"),
-        ({"not": {"type": "string"}}, "not", "not supported: not"),
-        ({"if": {}, "then": {}}, "", "not supported: if, then"),
+        ({"not": {"type": "integer"}}, "not", "not supported: not with the type integer"),
+        ({"not": {"$ref": "#/nowhere"}}, "not", "not supported: not with such a $ref"),
+        ({"if": {"pattern": "a"}, "then": {}}, "if", "not supported: if with pattern"),
+        ({"if": {"const": 1}, "then": {"type": "x"}}, "then.type", "x"),
+        ({"dependentSchemas": {"a": {"minimum": ""}}}, "dependentSchemas.a.minimum", "f64"),
+        ({"dependentRequired": {"a": 1}}, "dependentRequired.a", "no value"),
         ({"uniqueItems": True}, "uniqueItems", "uniqueItems"),
-        ({"contains": {}}, "contains", "contains"),
-        ({"pattern": "(?=a)b", "type": "string"}, "pattern", "look-around"),
-        ({"type": "string", "format": "ipv9"}, "format", "ipv9"),
+        ({"contains": {"const": 1}}, "contains", "contains"),
+        ({"pattern": "a(?=a)b", "type": "string"}, "pattern", "look-ahead"),
+        ({"type": "string", "format": 5}, "format", "string"),
+        ({"type": "integer", "maximum": 2**53 + 1}, "maximum", "digits"),
         ({"$ref": "https://example.org/x"}, "$ref", "does not fetch"),
         ({"$ref": "#/$defs/nowhere"}, "$ref", "nowhere"),
         ({"properties": 5}, "properties", "object"),
@@ -31,11 +37,10 @@ def inside(schema: dict[str, Any]) -> dict[str, Any]:
 )
 def test_the_place_of_a_fault_is_found(schema: dict[str, Any], place: str, words: str) -> None:
     for whole, before in ((schema, ""), (inside(schema), "properties.a.items")):
-        problem = problem_of(Grammar.json_schema(whole))
-        assert problem is not None
-        assert ".".join(problem.place) == ".".join(filter(None, (before, place)))
-        assert words in problem.message
-        assert "\n" not in problem.message
+        answer = answer_of({"kind": "json_schema", "text": json.dumps(whole)})
+        assert ".".join(answer["place"]) == ".".join(filter(None, (before, place)))
+        assert words in answer["refused"]
+        assert "\n" not in answer["refused"]
 
 
 def test_a_schema_that_nothing_obeys_is_refused_unless_it_can_be_left_out() -> None:
@@ -47,12 +52,12 @@ def test_a_schema_that_nothing_obeys_is_refused_unless_it_can_be_left_out() -> N
 
 def test_a_definition_is_to_blame_rather_than_who_refers_to_it() -> None:
     schema = {
-        "$defs": {"good": {"type": "null"}, "bad": {"not": {}}},
+        "$defs": {"good": {"type": "null"}, "bad": {"type": "x"}},
         "properties": {"a": {"$ref": "#/$defs/bad"}, "b": {"$ref": "#/$defs/good"}},
     }
     problem = problem_of(Grammar.json_schema(schema))
     assert problem is not None
-    assert problem.place == ("$defs", "bad", "not")
+    assert problem.place == ("$defs", "bad", "type")
 
 
 def test_a_fault_in_lark_has_the_line_that_the_user_wrote() -> None:

@@ -25,7 +25,7 @@ def fits(grammar: Grammar, text: str) -> bool:
 def nested(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(levels):
-        schema = {"not": schema}
+        schema = {"items": schema}
     return schema
 
 

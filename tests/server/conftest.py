@@ -43,7 +43,6 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from fastapi import FastAPI
     from playwright.async_api import Browser
 
     from appliance.engine.process.replica import Replica
@@ -106,7 +105,6 @@ class Running:
     state: ModelState  # of the first model
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
-    app: FastAPI
 
     @property
     def engine(self) -> EngineClient:
@@ -207,10 +205,9 @@ def serve(
         whole.check_names()
         state = whole.default
         sock = bind(config)
-        app = create_app(whole)
         web = QuietServer(
             uvicorn.Config(
-                app,
+                create_app(whole),
                 http=protocol_of(config.max_connections),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -241,7 +238,7 @@ def serve(
                     http_client=openai.DefaultAsyncHttpxClient(verify=NO_AUTHORITIES),
                 ) as client,
             ):
-                yield Running(url, state, http, client, app)
+                yield Running(url, state, http, client)
         finally:
             whole.closing = True
             await state.engine.close(now=True)
@@ -249,6 +246,6 @@ def serve(
                 await other.close(now=True)
             web.should_exit = True
             await serving
-            whole.texts.close()
+            whole.text_pool.shutdown()
 
     return start

@@ -31,7 +31,7 @@ SCHEMA = {
 }
 NESTED: dict[str, Any] = {}
 for _ in range(70):
-    NESTED = {"not": NESTED}
+    NESTED = {"items": NESTED}
 
 
 def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
@@ -79,7 +79,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         "structured_outputs.regex",
     ),
+    ({"guided_json": {"not": {"type": "integer"}}}, "guided_json.not"),
     ({"guided_json": {"not": {}}}, "guided_json.not"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json.$ref"),
+    ({"guided_json": {"properties": {"a": {"const": 2**53 + 1}}}}, "guided_json.properties.a.const"),
+    ({"guided_json": {"properties": dict.fromkeys(map(str, range(1001)), {})}}, "guided_json.properties"),
+    ({"guided_json": '{"const": NaN}'}, "guided_json"),
+    ({"guided_json": '{"maximum": 1e999}'}, "guided_json"),
+    ({"guided_json": '{"const": "\\ud800"}'}, "guided_json"),
     ({"guided_regex": "["}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "?"}, "guided_grammar"),

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from appliance.grammar import GrammarKind
+from appliance.grammar.check import in_words
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from collections.abc import Sequence as Sequences
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.engine.plan import Update
     from appliance.engine.sequence import Sequence
 
+NO_WAY_ON = "the grammar cannot go on"  # begins an error that is the request's fault
 _WORDS = 16  # mask words come in multiples of this, one compiled kernel each
 
 
@@ -111,7 +115,7 @@ class Matchers:
                 continue
             place = self._place(sequence)
             if place.matcher.is_error():
-                ended[sequence] = f"the grammar cannot go on: {place.matcher.get_error()}"
+                ended[sequence] = _why(place)
             elif place.applies and self._is_over(place):
                 ended[sequence] = None
         return ended
@@ -192,7 +196,7 @@ class Matchers:
         for index, (place, row, _) in enumerate(found):
             if place.matcher.is_error():  # after an error the library wrongly allows the end
                 words[index] = 0
-                errors[row] = f"the grammar cannot go on: {place.matcher.get_error()}"
+                errors[row] = _why(place)
             elif only_end[index]:
                 over.append(row)
         return Masks([row for _, row, _ in found], words, over, errors)
@@ -207,3 +211,7 @@ class Matchers:
 def num_words(vocab_size: int) -> int:
     """Return the number of 32-bit words of a mask, with a bit for the end of an answer."""
     return -(-(vocab_size + 1) // (32 * _WORDS)) * _WORDS
+
+
+def _why(place: _Place) -> str:
+    return f"{NO_WAY_ON}: {in_words(place.matcher.get_error(), GrammarKind.LARK)}"

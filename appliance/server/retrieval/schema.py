@@ -8,26 +8,27 @@ import msgspec
 from msgspec import Meta
 
 from appliance.server.schema import MAX_TOKENS, Message, Prompt, TermsFields, TokenId, Tool
-from appliance.server.unsupported import NOTHING, Table
 
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Without effect: texts are never cut.
-_CUTTING: Table = {
+_CUTTING: dict[str, tuple[Any, ...]] = {
     "max_chunks_per_doc": (None,),
     "max_tokens_per_doc": (None,),
-    "truncate": (*NOTHING, "NONE"),
+    "truncate": (*_NOTHING, "NONE"),
     "truncate_prompt_tokens": (None, -1),
 }
-EMBEDDINGS: Table = _CUTTING | {
+EMBEDDINGS = _CUTTING | {
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
-    "messages": NOTHING,
+    "messages": _NOTHING,
     "embedding_types": (None, [], ["float"]),
-    "prompt_embeds": NOTHING,
+    "prompt_embeds": _NOTHING,
 }
-RELEVANCE: Table = _CUTTING | {"rank_fields": NOTHING, "mm_processor_kwargs": NOTHING}
-TOKENS: Table = {
-    "chat_template": NOTHING,
-    "mm_processor_kwargs": NOTHING,
+RELEVANCE = _CUTTING | {"rank_fields": _NOTHING, "mm_processor_kwargs": _NOTHING}
+TOKENS: dict[str, tuple[Any, ...]] = {
+    "chat_template": _NOTHING,
+    "continue_final_message": _NOTHING,
+    "mm_processor_kwargs": _NOTHING,
 }
 HARMLESS = {"add_special_tokens", "input_type", "use_activation"}
 
@@ -79,7 +80,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
