@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from appliance.dialects.thoughts import ThoughtMarks
 
 
+_ANY_TEXT = "."  # begins no mark, call or white space
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """The form of one model's thoughts and calls.
@@ -60,6 +63,7 @@ class Dialect:
         thinking: bool = False,
         one_call: bool = False,
         must_call: bool = False,
+        begun: str | None = None,
     ) -> Reader:
         """Build the reader of one answer.
 
@@ -68,6 +72,7 @@ class Dialect:
             thinking: the answer begins inside a thought.
             one_call: ignore everything after the first call.
             must_call: the answer must be calls; a repeated one ends it.
+            begun: marks before the text that the answer continues; None if it begins anew.
         """
 
         def read(source: Source) -> Steps[None]:
@@ -77,4 +82,7 @@ class Dialect:
                 yield from self.form.read(source, schemas or {})
 
         parse = then_content(self.thought_marks, thinking, read)
-        return Reader(parse, one_call=one_call, must_call=must_call)
+        reader = Reader(parse, one_call=one_call, must_call=must_call)
+        if begun is not None:
+            reader.push(begun + _ANY_TEXT)
+        return reader

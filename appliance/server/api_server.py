@@ -103,7 +103,7 @@ class ApiServer:
             await asyncio.gather(*(model.close(now=now) for model in self.state.models))
             web.stop(now=self._stop_now.is_set())
             await serving
-            self.state.text_pool.shutdown(wait=False, cancel_futures=True)
+            self.state.texts.close()
 
     def _web_server(self) -> WebServer:
         from appliance.server.web_server import WebServer  # slow to import

@@ -35,7 +35,7 @@ from appliance.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from starlette.types import Scope
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from appliance.server.state import ServerState
 
@@ -70,6 +70,7 @@ def create_app(server: ServerState) -> FastAPI:
         model.metrics.add(ReplicaCollector(model))
         model.metrics.add(RankCollector(model))
     server.metrics.add(MachineCollector(server))
+    app.add_middleware(HeadOfGet)
     app.add_middleware(Idempotency, max_body_bytes=config.max_body_bytes)
     app.add_middleware(RequestMiddleware, config=config, keys=server.keys, metrics=server.metrics)
     if config.access_log:
@@ -80,6 +81,30 @@ def create_app(server: ServerState) -> FastAPI:
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     return app
+
+
+class HeadOfGet:
+    """Answers HEAD as GET without its body (RFC 9110, 9.3.2); a stream ends after its headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        inner = {**scope, "method": "GET"}
+
+        async def send_head(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                scope["route"] = inner.get("route")
+                await send(message)
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if message.get("more_body", False):
+                raise ClientGoneError("it asked for the headers only")
+
+        await self._app(inner, receive, send_head)
 
 
 async def _answer_error(
@@ -96,7 +121,7 @@ def _methods_of(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
     for route in routes:
         if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:
             found |= route.methods or set()
-    return found
+    return found | {"HEAD"} if "GET" in found else found
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

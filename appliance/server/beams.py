@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,6 +35,6 @@ async def prepare_beams(state: ModelState, requests: list[Request]) -> list[Requ
         )
     if not sampling.stop:
         return requests
-    loop = asyncio.get_running_loop()
-    pieces = await loop.run_in_executor(state.text_pool, stop_pieces, tokenizer, sampling)
+    work = partial(stop_pieces, tokenizer, sampling)
+    pieces = await state.texts.run(work, owner=requests[0].owner, size=info.vocab_size)
     return [msgspec.structs.replace(request, stop_pieces=pieces) for request in requests]

@@ -8,16 +8,21 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from appliance.errors import RequestError
 from appliance.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from appliance.server.ollama.errors import PREFIX as OLLAMA_PREFIX
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 BODY_SECONDS = 30.0
 OFF_LOOP_BYTES = 64 * 1024  # a thread decodes larger bodies
+BODY_BYTES = "body_bytes"  # key in a request's state
 _MAX_NAMES_LOGGED = 100
 _MAX_DIGITS = 400
 
@@ -39,19 +44,38 @@ async def read_json(
         RequestError: the body is too large, too slow, not JSON, or does not fit the struct.
     """
     body = await read_body(request, max_bytes=max_bytes)
+    request.scope.setdefault("state", {})[BODY_BYTES] = len(body)
     if len(body) < OFF_LOOP_BYTES:
         return decode_json(body, kind)
     return await asyncio.to_thread(decode_json, body, kind)
 
 
+def body_size(scope: Scope) -> int:
+    """Return the bytes of a request's body; 0 before it has been read."""
+    size: int = scope.get("state", {}).get(BODY_BYTES, 0)
+    return size
+
+
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """Read a JSON body of at most `max_bytes`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type != "application/json" and not _may_lack_type(request):
         raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise MediaTypeError("compressed bodies are not accepted")
     return await read_bytes(request, max_bytes=max_bytes)
+
+
+def _may_lack_type(request: Request) -> bool:
+    """Return True if a body may have any content type.
+
+    Ollama ignores the header, and its clients send none, or curl's for forms. A browser needs no
+    preflight to send such a body for a foreign page, so its requests, which these headers show,
+    must name JSON.
+    """
+    if not request.scope["path"].startswith(OLLAMA_PREFIX):
+        return False
+    return "origin" not in request.headers and "sec-fetch-site" not in request.headers
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:

@@ -23,11 +23,14 @@ OF_THE_WHOLE = ("tool_choice", "structured_outputs")  # of no tool's schema
 BLAME_SECONDS = 5.0  # to find which of a request's tools does not compile
 
 
-async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
+async def chat_grammar(
+    state: ModelState, chat: Conversation, owner: str, *, thinking: bool, continues: bool
+) -> Grammar | None:
     """Return the grammar for the engine; None allows any answer.
 
     Args:
         thinking: the answer begins inside a thought.
+        continues: it continues the last turn.
 
     Raises:
         RequestError: two settings exclude each other, or a schema does not compile.
@@ -40,10 +43,15 @@ async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool)
             expect_grammars(state)  # the next request may need one
         return None
     _, tokenizer = state.serving()
-    loop = asyncio.get_running_loop()
+    if continues and tokenizer.dialect.form.framed:
+        raise RequestError(
+            "this model cannot continue a turn in a given format, nor with a required or strict "
+            "tool; end with a turn of the user",
+            param=chat.param,
+        )
     build = partial(_build, tokenizer, tools, content, thinking=thinking)
     try:
-        grammar = await loop.run_in_executor(state.text_pool, build)
+        grammar = await state.texts.run(build, owner=owner, size=chat.size)
         if content is not None and grammar.text == content.text:
             return grammar
         return await checked_grammar(state, grammar, "tools")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from appliance.server.text_threads import SHORT
 from appliance.server.tools import Tools
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from appliance.dialects.turns import Turn
     from appliance.grammar import Grammar
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import SamplingFields
 
 
@@ -27,7 +29,10 @@ class Conversation:
         logprobs: alternatives per token; None reports nothing.
         form: the requesting field's name and the answer's grammar; None leaves it to `sampling`.
         param: field of the body that holds the messages.
+        size: bytes of the request, for its place among others in `TextThreads`.
         begins_answer: the prompt ends with the opening of an answer.
+        continues: the answer continues the last turn, which is the assistant's; None if it has
+            text and no calls.
     """
 
     sampling: SamplingFields
@@ -39,4 +44,20 @@ class Conversation:
     logprobs: int | None = None
     form: tuple[str, Grammar] | None = None
     param: str = "messages"
+    size: int = 0
     begins_answer: bool = True
+    continues: bool | None = None
+
+
+async def conversation(
+    state: ModelState, make: Callable[[], Conversation], owner: str, size: int
+) -> Conversation:
+    """Make the conversation of a request, in a thread if its body is long.
+
+    Args:
+        make: checks tools and the answer's format; raises RequestError.
+        owner: name of the request's API key.
+        size: bytes of the body.
+    """
+    chat = make() if size <= SHORT else await state.texts.run(make, owner=owner, size=size)
+    return replace(chat, size=size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
-from appliance.server.prompt import MAX_PROMPTS, off_loop
+from appliance.server.prompt import MAX_PROMPTS
 from appliance.tokenizer.fim import FORMS, end_ids, find_form
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 async def fim_prompts(
-    state: ModelState, prompt: object, suffix: str
+    state: ModelState, prompt: object, suffix: str, owner: str
 ) -> tuple[list[list[int]], list[int]]:
     """Return each prompt's token ids with its suffix, and the ids that end the answers.
 
@@ -53,4 +53,5 @@ async def fim_prompts(
         ]
 
     ends = [end for end in end_ids(form, tokenizer) if end < info.vocab_size]
-    return await off_loop(state, encode), ends
+    size = sum(len(suffix) + len(str(text)) for text in texts)
+    return await state.texts.run(encode, owner=owner, size=size), ends

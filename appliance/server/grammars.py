@@ -122,10 +122,18 @@ def expect_grammars(state: ModelState) -> asyncio.Future[Vocabulary]:
     checks = state.grammars
     if checks.vocabulary is None:
         _, tokenizer = state.serving()
-        loop = asyncio.get_running_loop()
-        checks.vocabulary = loop.run_in_executor(state.text_pool, vocabulary_of, tokenizer)
-        checks.vocabulary.add_done_callback(lambda found: state.engine.learn(found.result()))
+        # All keys wait for it, so that it counts as short.
+        work = state.texts.run(partial(vocabulary_of, tokenizer), owner="", size=0)
+        checks.vocabulary = asyncio.ensure_future(work)
+        checks.vocabulary.add_done_callback(partial(_learn, state))
     return checks.vocabulary
+
+
+def _learn(state: ModelState, found: asyncio.Future[Vocabulary]) -> None:
+    if found.cancelled() or found.exception() is not None:
+        state.grammars.vocabulary = None  # the next request tries again
+    else:
+        state.engine.learn(found.result())
 
 
 def _check_tokens(state: ModelState, vocabulary: Vocabulary, grammar: Grammar, param: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from appliance.server import unsupported
 from appliance.server.answer import Answer
@@ -23,9 +23,9 @@ from appliance.server.exchange import Exchange
 from appliance.server.frames import SERVER_SENT_EVENTS
 from appliance.server.prompt import chat_prompt
 from appliance.server.request_middleware import key_name
-from appliance.server.sampling import completion_budget, sampling_params
+from appliance.server.sampling import NO_LIMIT, completion_budget, sampling_params
 from appliance.server.stream import EventStream
-from appliance.server.terms import Terms, salt_of
+from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -48,7 +48,7 @@ async def take_body(
     server: ServerState,
     request: Request,
     kind: type[StructT],
-    table: dict[str, tuple[Any, ...]],
+    table: unsupported.Table,
     harmless: set[str],
     *,
     find: Callable[[str | None], ModelState] | None = None,
@@ -129,8 +129,10 @@ async def begin_chat(
         ChatTemplateError: there is no template, or it does not render these messages.
         EngineUnavailableError: no model is loaded.
     """
-    prompt = await chat_prompt(state, chat, salt_of(state, chat.sampling, owner))
-    grammar = await chat_grammar(state, chat, thinking=prompt.thinking)
+    prompt = await chat_prompt(state, chat, owner)
+    grammar = await chat_grammar(
+        state, chat, owner, thinking=prompt.thinking, continues=prompt.continues
+    )
     return await submit(
         state,
         chat.sampling,
@@ -163,8 +165,14 @@ async def submit(
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
 ) -> tuple[Answer, Exchange]:
-    """Check lengths and queue, then submit one request per prompt."""
+    """Check lengths and queue, then submit one request per prompt.
+
+    Args:
+        max_tokens: limit of each answer; None for `default`, `NO_LIMIT` for the remaining context.
+    """
     info, _ = state.serving()
+    if max_tokens == NO_LIMIT:
+        max_tokens = default = None
     terms = Terms.of(body, state, owner)
     exchange = Exchange.begin(state, prefix, terms.adapter, logprobs=logprobs is not None)
     choices = max(body.n or 1, body.best_of or 1)

@@ -23,7 +23,6 @@ from appliance.server.queue import Queue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
     from appliance.config import EngineConfig, ServerConfig
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from appliance.server.quality import ServedCard
     from appliance.server.replicas import ServedEngine
     from appliance.server.state import ServerState
+    from appliance.server.text_threads import TextThreads
     from appliance.tokenizer import Tokenizer
 
 _MOST_NAMES = 20  # adapter names in a message
@@ -140,9 +140,9 @@ class ModelState:
         return self.server.use
 
     @property
-    def text_pool(self) -> ThreadPoolExecutor:
+    def texts(self) -> TextThreads:
         """Threads for templates and tokenizers, which keep long texts off the event loop."""
-        return self.server.text_pool
+        return self.server.texts
 
     @property
     def several_keys(self) -> bool:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server import unsupported
+from appliance.server.body import body_size
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.errors import json_response, request_id_of
@@ -20,6 +21,7 @@ from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.request_middleware import key_name
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
+from appliance.server.sampling import limit_of
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
@@ -46,7 +48,9 @@ def openai_router(server: ServerState) -> APIRouter:
 
         async def respond() -> Response:
             owner, request_id = key_name(request.scope), request_id_of(request.scope)
-            answer, exchange = await answer_chat(state, body, owner, request_id=request_id)
+            answer, exchange = await answer_chat(
+                state, body, owner, request_id=request_id, size=body_size(request.scope)
+            )
             if body.stream:
                 frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
                 return EventStream(frames, on_close=answer.close)
@@ -91,18 +95,19 @@ def openai_router(server: ServerState) -> APIRouter:
 
 
 async def _complete(state: ModelState, request: Request, body: CompletionRequest) -> Response:
+    owner = key_name(request.scope)
     if body.suffix:
-        prompts, ends = await fim_prompts(state, body.prompt, body.suffix)
+        prompts, ends = await fim_prompts(state, body.prompt, body.suffix, owner)
         body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
     else:
-        prompts = await completion_prompts(state, body.prompt)
+        prompts = await completion_prompts(state, body.prompt, owner)
     nothing_more = body.max_tokens == 0 and body.prompt_logprobs is None
     if body.echo and (body.logprobs is not None or nothing_more):
         scoring = EchoScoring.begin(
             state,
             body,
             prompts,
-            owner=key_name(request.scope),
+            owner=owner,
             request_id=request_id_of(request.scope),
         )
         return await whole_response(request, scoring.answer, scoring.completion)
@@ -115,11 +120,11 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
         state,
         body,
         prompts,
-        body.max_tokens,
+        limit_of(body, "max_tokens", "n_predict"),
         body.logprobs,
         prefix="cmpl-",
         param="prompt",
-        owner=key_name(request.scope),
+        owner=owner,
         request_id=request_id_of(request.scope),
         default=DEFAULT_COMPLETION_TOKENS,
         grammar=grammar,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from appliance.server.conversation import Conversation
+from appliance.errors import RequestError
+from appliance.server.conversation import Conversation, conversation
 from appliance.server.intake import begin_chat
-from appliance.server.thinking import template_options
-from appliance.server.turns import tools_of, turns_of
+from appliance.server.sampling import limit_of
+from appliance.server.thinking import asked_thinking, template_options
+from appliance.server.turns import ending_of, tools_of, turns_of
 
 if TYPE_CHECKING:
     from appliance.server.answer import Answer
@@ -18,17 +20,28 @@ if TYPE_CHECKING:
 
 
 async def answer_chat(
-    state: ModelState, body: ChatRequest, owner: str, *, request_id: str
+    state: ModelState, body: ChatRequest, owner: str, *, request_id: str, size: int = 0
 ) -> tuple[Answer, Exchange]:
-    """Submit a chat; arguments and errors are those of `begin_chat`."""
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    chat = Conversation(
-        sampling=body,
-        turns=partial(turns_of, body.messages),
-        tools=tools_of(body),
-        max_tokens=asked,
-        options=template_options(body.reasoning_effort, body.chat_template_kwargs),
-        thought_tokens=body.thinking_token_budget,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    """Submit a chat of `size` bytes; arguments and errors are those of `begin_chat`."""
+    names = ("max_completion_tokens", "max_tokens", "n_predict")
+    if zero := next((name for name in names if getattr(body, name) == 0), None):
+        raise RequestError(f"{zero} must be at least 1, or -1 for as many as fit", param=zero)
+    asked = limit_of(body, *names)
+    begins_answer, continues = ending_of(body)
+    effort, thought_tokens = asked_thinking(body)
+
+    def make() -> Conversation:
+        return Conversation(
+            sampling=body,
+            turns=partial(turns_of, body.messages),
+            tools=tools_of(body),
+            max_tokens=asked,
+            options=template_options(effort, body.chat_template_kwargs),
+            thought_tokens=thought_tokens,
+            begins_answer=begins_answer,
+            continues=continues,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+
+    chat = await conversation(state, make, owner, size)
     return await begin_chat(state, chat, owner, prefix="chatcmpl-", request_id=request_id)

@@ -133,7 +133,7 @@ async def _load(model: ModelState, on_progress: ProgressCallback) -> EngineInfo:
 
 async def _close(model: ModelState) -> None:
     await model.close()
-    model.server.text_pool.shutdown(wait=False, cancel_futures=True)
+    model.server.texts.close()
 
 
 async def _answer(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.server.pieces import Reading
+from appliance.server.terms import salt_of
 from appliance.server.thinking import thought_budget
 from appliance.tokenizer import DecodeStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.dialects.turns import Turn
     from appliance.engine.messages import EngineInfo
     from appliance.engine.thought_budget import ThoughtBudget
     from appliance.server.conversation import Conversation
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 MAX_PROMPTS = 64  # per request to /v1/completions
 _OFF_LOOP_CHARACTERS = 4096
 _TAIL = 16  # tokens at a prompt's end that may begin a thought
-
-ResultT = TypeVar("ResultT")
+_MARKS = 64  # tokens of marks before a turn's text, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,14 @@ class ChatPrompt:
     reading: Reading | None
     thinking: bool  # the answer begins inside a thought
     budget: ThoughtBudget | None
+    continues: bool  # the answer continues the last turn
 
 
-async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatPrompt:
+async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> ChatPrompt:
     """Render a conversation with the model's chat template.
 
     Args:
-        salt: only chats with the same salt share tokenized texts; see `terms.salt_of`.
+        owner: name of the request's API key, whose chats may share tokenized texts.
 
     Raises:
         RequestError: a message is unsupported.
@@ -58,27 +59,90 @@ async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatP
             code="no_chat_template",
         )
 
+    salt = salt_of(state, chat.sampling, owner)
+
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
-        turns, definitions = prepare(dialect, chat.turns(), chat.tools.definitions)
-        ids = tokenizer.encode_chat(
-            turns,
+        given = chat.turns()
+        continued = _continued(given, chat)
+        turns, definitions = prepare(dialect, given, chat.tools.definitions)
+        write = partial(
+            tokenizer.encode_chat,
             tools=definitions,
             add_generation_prompt=chat.begins_answer,
             options=chat.options,
             salt=salt,
         )
-        end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
-        thinking = dialect.begins_thinking(end)
-        reading = _reading(tokenizer, chat.tools, thinking=thinking)
+        ids = write(turns, continues=continued)
+        begun = None
+        if continued is None:
+            thinking = dialect.begins_thinking(_text(tokenizer, ids[-_TAIL:]))
+        else:
+            thinking, begun = _begun(tokenizer, turns, continued, write)
+        reading = _reading(tokenizer, chat.tools, thinking=thinking, begun=begun)
+        if begun is not None:
+            thinking = reading is not None and reading.make().thinking
         budget = thought_budget(chat.thought_tokens, tokenizer, thinking=thinking)
-        return ChatPrompt(ids, reading, thinking, budget)
+        return ChatPrompt(ids, reading, thinking, budget, continued is not None)
 
     # Even a chat of short texts can have large tools or options.
-    return await off_loop(state, encode)
+    return await state.texts.run(encode, owner=owner, size=chat.size)
 
 
-def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading | None:
+def _continued(turns: list[Turn], chat: Conversation) -> str | None:
+    """Return the field of the last turn that the answer continues, if it does.
+
+    Removes an empty turn at the end, which some clients leave for the answer.
+    """
+    last = turns[-1] if turns else {"role": ""}
+    if last["role"] != "assistant" or "tool_calls" in last or chat.continues is False:
+        if chat.continues:
+            raise RequestError(
+                "only a last turn of the assistant, without tool calls, can be continued",
+                param="continue_final_message",
+            )
+        return None
+    if last["content"]:
+        return "content"
+    if last.get("reasoning_content"):
+        return "reasoning_content"
+    if chat.continues:
+        return "content"
+    if len(turns) > 1:
+        turns.pop()
+    return None
+
+
+def _begun(
+    tokenizer: Tokenizer, turns: list[Turn], field: str, write: Callable[..., list[int]]
+) -> tuple[bool, str]:
+    """Return True if an answer would begin inside a thought, and the marks before a turn's text.
+
+    The marks are those that the template writes beyond the opening of an answer, such as those of
+    a thought.
+    """
+    *before, last = turns
+    opening = write(before) if before else []
+    without = write([*before, {**last, field: ""}], continues=field)
+    pairs = zip(opening, without, strict=False)
+    common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(opening), len(without)))
+    thinking = tokenizer.dialect.begins_thinking(_text(tokenizer, without[:common][-_TAIL:]))
+    marks = tokenizer.dialect.thought_marks
+    begun = _text(tokenizer, without[common:][-_MARKS:])
+    if field == "content" and marks is not None:
+        _, opened, rest = last["content"].rpartition(marks.opening)
+        if opened and marks.closing not in rest:  # the text itself begins a thought
+            begun += opened
+    return thinking, begun
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return "".join(map(tokenizer.token_text, ids))
+
+
+def _reading(
+    tokenizer: Tokenizer, tools: Tools, *, thinking: bool, begun: str | None = None
+) -> Reading | None:
     """Return the reader of an answer; None if all of it is content."""
     dialect = tokenizer.dialect
     if tools.schemas is None and not dialect.splits_any:
@@ -89,6 +153,7 @@ def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading |
         thinking=thinking,
         one_call=tools.one_call,
         must_call=bool(tools.required),
+        begun=begun,
     )
     return Reading(make, tokenizer.control_ids(dialect.marks))
 
@@ -96,6 +161,7 @@ def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading |
 async def completion_prompts(
     state: ModelState,
     prompt: str | list[str | int | list[int]],
+    owner: str,
     *,
     param: str = "prompt",
     most: int = MAX_PROMPTS,
@@ -103,6 +169,7 @@ async def completion_prompts(
     """Return each prompt's token ids; accepts a text, texts, token ids or lists of these.
 
     Args:
+        owner: name of the request's API key.
         param: its name.
         most: limit on prompts.
 
@@ -124,7 +191,7 @@ async def completion_prompts(
         ]
 
     at_once = characters < _OFF_LOOP_CHARACTERS and not (characters and tokenizer.is_isolated)
-    encoded = encode() if at_once else await off_loop(state, encode)
+    encoded = encode() if at_once else await state.texts.run(encode, owner=owner, size=characters)
     for ids in encoded:
         _check_ids(ids, info, param)
         if not ids:
@@ -165,8 +232,3 @@ def _check_ids(ids: list[int], info: EngineInfo, param: str) -> None:
             f"{param} has the token id {largest}; this model has {info.vocab_size} tokens",
             param=param,
         )
-
-
-async def off_loop(state: ModelState, work: Callable[[], ResultT]) -> ResultT:
-    """Run work on long texts in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)

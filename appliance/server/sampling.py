@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from appliance.server.schema import SamplingFields
 
 
+RANDOM_SEED = -1  # in vLLM, llama.cpp and Ollama
+NO_LIMIT = -1  # of an answer's tokens, in llama.cpp and LM Studio
+
+
+def limit_of(fields: SamplingFields, *names: str) -> int | None:
+    """Return the first of these fields that is given, as an answer's token limit."""
+    given = (getattr(fields, name) for name in names)
+    found = next((value for value in given if value is not None), None)
+    return found if found is None else max(NO_LIMIT, found)
+
+
 def sampling_params(
     fields: SamplingFields,
     info: EngineInfo,
@@ -52,6 +63,7 @@ def sampling_params(
             param="temperature",
         )
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    stop = tuple(filter(None, stop))  # some clients fill a list with empty strings
     given: dict[str, Any] = {
         "n": fields.n,
         "use_beam_search": fields.use_beam_search,
@@ -62,7 +74,9 @@ def sampling_params(
         "top_k": None if fields.top_k is None else max(0, fields.top_k),
         "top_p": fields.top_p,
         "min_p": fields.min_p,
-        "repetition_penalty": fields.repetition_penalty,
+        "repetition_penalty": fields.repeat_penalty
+        if fields.repetition_penalty is None
+        else fields.repetition_penalty,
         "presence_penalty": fields.presence_penalty,
         "frequency_penalty": fields.frequency_penalty,
         "ignore_eos": fields.ignore_eos,
@@ -74,7 +88,7 @@ def sampling_params(
         **given,
         best_of=fields.best_of,
         max_tokens=max_tokens,
-        seed=fields.seed,
+        seed=None if fields.seed == RANDOM_SEED else fields.seed,
         stop=stop,
         stop_token_ids=_token_ids("stop_token_ids", fields.stop_token_ids or (), info),
         logit_bias=_logit_bias(fields.logit_bias or {}, info),

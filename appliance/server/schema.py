@@ -22,15 +22,17 @@ from appliance.engine.sampling_params import (
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOOL_NAME = "[a-zA-Z0-9_-]{1,64}"
 MAX_SALT = 1024  # characters
 MAX_TOKENS = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+# -1 is as many as fit, as in llama.cpp and LM Studio; 0 is checked elsewhere.
+Most = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Multiplier = Annotated[float, Meta(ge=0.01, le=100.0)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_LENGTH)]  # an empty one is ignored
 # Checked elsewhere, for a message with both bounds.
 Priority = Annotated[
     int, Meta(extra_json_schema={"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY})
@@ -40,12 +42,12 @@ Timeout = Annotated[
 ]  # seconds
 # Checked elsewhere, for a message with the known values.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
-TextType = Annotated[str, Meta(extra_json_schema={"const": "text"})]
+TextType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
 FunctionType = Annotated[str, Meta(extra_json_schema={"const": "function"})]
 FormatType = Annotated[
     str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})
 ]
-ToolName = Annotated[str, Meta(extra_json_schema={"pattern": f"^{TOOL_NAME}$"})]
+ToolName = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -106,7 +108,8 @@ class SamplingFields(TermsFields, kw_only=True):
         None
     )
     early_stopping: bool | Literal["never"] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Most | None = None
+    n_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None  # llama.cpp's name of it
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
@@ -119,7 +122,8 @@ class SamplingFields(TermsFields, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    repetition_penalty: Multiplier | None = None
+    repeat_penalty: Multiplier | None = None  # llama.cpp's name of it
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]],
@@ -138,10 +142,11 @@ class SamplingFields(TermsFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only text is supported."""
+    """One part of a message: text, or an assistant's refusal."""
 
     type: TextType
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -215,18 +220,41 @@ class ChosenTools(msgspec.Struct, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """Effort, budget and switch of thinking, as OpenRouter's clients write them."""
+
+    effort: Effort | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    enabled: bool | None = None
+
+
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    """Switch and budget of thinking, as DeepSeek's and Anthropic's clients write them."""
+
+    type: Literal["enabled", "adaptive", "auto", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     # Limited only by the body's size: agents send hundreds.
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Most | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    # Names of the same in other APIs of chats.
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingSwitch | None = None
+    think: bool | Effort | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -235,7 +263,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # text after the answer

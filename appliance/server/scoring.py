@@ -71,7 +71,7 @@ class EchoScoring:
             ("best_of", body.best_of or 1),
             ("max_tokens", generated),
         ):
-            if value > 1:
+            if not 0 <= value <= 1:
                 raise RequestError(
                     f"echo together with logprobs scores a prompt, and takes {name} up to 1,"
                     f" not {value}",

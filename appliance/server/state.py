@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from appliance.server.key_ring import KeyRing
 from appliance.server.limits import KeyUse
 from appliance.server.machine import MachineProbe
 from appliance.server.shared_metrics import SharedMetrics
+from appliance.server.text_threads import TextThreads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ class ServerState:
         jobs_folder: progress files of long tasks on this machine; None for none.
         warnings: log lines of this process and the engines, for dashboards.
         use: each key's use against its limits.
-        text_pool: threads for templates and tokenizers.
+        texts: threads for templates and tokenizers.
     """
 
     config: ServerConfig
@@ -55,9 +55,7 @@ class ServerState:
     machine: MachineProbe = field(init=False)
     keys: KeyRing = field(init=False)
     use: KeyUse = field(init=False)
-    text_pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
-    )
+    texts: TextThreads = field(default_factory=TextThreads)
 
     def __post_init__(self) -> None:
         self.machine = MachineProbe(

@@ -7,24 +7,53 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.engine.thought_budget import ThoughtBudget
 from appliance.errors import RequestError
+from appliance.server.schema import ReasoningOptions
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
-    from appliance.server.schema import Effort
+    from appliance.server.schema import ChatRequest, Effort
     from appliance.tokenizer import Tokenizer
 
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 16 * 1024  # as JSON
 # Set by the server itself.
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates have three levels
 
 
-def template_options(effort: Effort | None, given: dict[str, Any] | None = None) -> dict[str, Any]:
+def asked_thinking(body: ChatRequest) -> tuple[Effort | bool | None, int | None]:
+    """Return the effort of a chat's thoughts, or their switch, and their budget in tokens.
+
+    Of several names of one thing the first that is given counts, from OpenAI's and vLLM's on.
+    """
+    reasoning, switch = body.reasoning or ReasoningOptions(), body.thinking
+    budgets = (
+        body.thinking_token_budget,
+        reasoning.max_tokens,
+        None if switch is None else switch.budget_tokens,
+        body.thinking_budget,
+    )
+    budget = next((tokens for tokens in budgets if tokens is not None), None)
+    efforts = (
+        body.reasoning_effort,
+        reasoning.effort,
+        reasoning.enabled,
+        None if switch is None else switch.type != "disabled",
+        body.think,
+        body.enable_thinking,
+        # A budget alone does not switch anything, but OpenRouter's does.
+        True if reasoning.max_tokens else None,
+    )
+    return next((effort for effort in efforts if effort is not None), None), budget
+
+
+def template_options(
+    effort: Effort | bool | None, given: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return variables for the chat template.
 
     Args:
-        effort: `reasoning_effort`.
+        effort: `reasoning_effort`, or whether to think at all.
         given: `chat_template_kwargs`, which take precedence.
 
     Raises:
@@ -33,8 +62,8 @@ def template_options(effort: Effort | None, given: dict[str, Any] | None = None)
     options: dict[str, Any] = {}
     if effort is not None:
         # Templates use either name.
-        options["enable_thinking"] = options["thinking"] = effort != "none"
-        if effort != "none":
+        options["enable_thinking"] = options["thinking"] = effort not in ("none", False)
+        if isinstance(effort, str) and effort != "none":
             options["reasoning_effort"] = _EFFORTS.get(effort, effort)
     given = given or {}
     if taken := _RESERVED & given.keys():

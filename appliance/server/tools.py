@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from appliance.dialects.turns import SHORT_ID
 from appliance.errors import RequestError
-from appliance.server.schema import TOOL_NAME
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 512 * 1024  # of all definitions, as JSON
-_NAME = re.compile(TOOL_NAME)
+MAX_NAME = 64  # characters of a tool's name, at OpenAI
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -35,6 +35,7 @@ class Offer:
         parameters: JSON Schema of the arguments, if any.
         place: the schema's path in the body, for errors.
         strict: arguments must obey the schema.
+        max_name: most characters of the name.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Offer:
     place: str
     description: str | None = None
     strict: bool = False
+    max_name: int = MAX_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +134,17 @@ def new_call_id(*, short: bool) -> str:
 
 
 def _definition(offer: Offer) -> dict[str, Any]:
-    if not _NAME.fullmatch(offer.name):
+    if not (_NAME.fullmatch(offer.name) and len(offer.name) <= offer.max_name):
         where = offer.place.rpartition(".")[0]
         raise RequestError(
-            f"{where} has the name {offer.name[:80]!r}; a name has 1 to 64 letters, digits, "
-            "underscores and dashes",
+            f"{where} has the name {offer.name[:140]!r}; a name has 1 to {offer.max_name} letters, "
+            "digits, underscores and dashes",
             param="tools",
         )
-    # Null equals absent, as in Anthropic's types; tools of MCP servers have it.
-    given = offer.parameters or {}
-    parameters = {key: value for key, value in given.items() if value is not None}
+    # Some clients write null for a keyword without a value.
+    parameters = {
+        name: value for name, value in (offer.parameters or {}).items() if value is not None
+    }
     check_nesting(parameters, "tools")
     if parameters.get("type", "object") != "object":
         raise RequestError(f"{offer.place} must be the schema of an object", param="tools")

@@ -12,6 +12,7 @@ from appliance.server.tools import Offer, Tools, allowed
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
+    from appliance.server.retrieval.schema import TokenizeRequest
     from appliance.server.schema import ChatRequest, ContentPart, Message, ToolCall
 
 
@@ -31,6 +32,24 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
             turn.setdefault("name", names[turn["tool_call_id"]])
         turns.append(turn)
     return turns
+
+
+def ending_of(body: ChatRequest | TokenizeRequest) -> tuple[bool, bool | None]:
+    """Return how a chat's prompt ends: `Conversation.begins_answer` and `continues`.
+
+    Raises:
+        RequestError: the prompt would both continue the last turn and begin another.
+    """
+    begins, continues = body.add_generation_prompt, body.continue_final_message
+    if begins and continues:
+        raise RequestError(
+            "continue_final_message continues the last turn, and add_generation_prompt begins "
+            "another; leave one out",
+            param="continue_final_message",
+        )
+    if continues is None and begins is not None:
+        continues = False
+    return begins is not False, continues
 
 
 def tools_of(body: ChatRequest) -> Tools:
@@ -127,11 +146,12 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
         return content or ""
     texts = []
     for part in content:
-        if part.type != "text" or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None or part.type not in ("text", "refusal"):
             raise RequestError(
                 f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
                 param="messages",
                 code="unsupported_content",
             )
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)

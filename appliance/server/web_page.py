@@ -58,11 +58,6 @@ def web_page_router() -> APIRouter:
     for path, name in zip(pages, NAMES, strict=True):
         _add(router, path, read(name).text.encode(), "text/markdown; charset=utf-8")
 
-    @router.head("/", include_in_schema=False)
-    async def look() -> Response:
-        """Answer the request by which Ollama's clients detect it."""
-        return _for_programs()
-
     return router
 
 

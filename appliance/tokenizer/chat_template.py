@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,34 @@ class ChatTemplate:
                 f"the model's chat template does not accept these messages: {reason}"
             ) from error
         return "".join(pieces)
+
+
+def marked_end(message: dict[str, Any], field: str) -> str:
+    """Add an unguessable mark to the end of a message's text, and return the mark.
+
+    A space after it shows whether the template strips the text.
+    """
+    mark = f"Y{secrets.token_hex(8)}y"
+    message[field] = f"{message[field]}{mark} "
+    return mark
+
+
+def text_before(mark: str, text: str) -> str:
+    """Return a rendered chat up to a mark, stripped as the template strips the message.
+
+    The rule of transformers' `continue_final_message`.
+
+    Raises:
+        RequestError: the template left the marked text out.
+    """
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise RequestError(
+            "the model's chat template leaves out the text that is to be continued; end with a "
+            "turn of the user",
+            param="messages",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def check_nesting(value: Any, param: str, nesting: int = 0) -> None:

@@ -15,7 +15,7 @@ from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.configured_tokens import CONFIG, ConfiguredTokens, optional_json
-from appliance.tokenizer.pre_tokenizers import unknown_patterns
+from appliance.tokenizer.known_parts import unknown_parts
 from appliance.tokenizer.source import TokenizerSource, new_separator, with_end_of_turn
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,12 @@ def load_from_folder(path: Path) -> TokenizerSource:
         ModelError: these files are missing or damaged, or their rules take too long.
         ChatTemplateError: the chat template is unusable.
     """
-    if not (path / TOKENIZER).is_file() or not unknown_patterns(_content_of(path)):
+    unknown = unknown_parts(_content_of(path)) if (path / TOKENIZER).is_file() else []
+    if not unknown:
         return read_folder(path)
     from appliance.tokenizer.isolation import IsolatedEncoder
 
-    logger.info("%s splits texts by rules of its own, in a process with limits", path)
+    logger.info("%s is read in a process with limits, for its %s", path, ", ".join(unknown[:3]))
     encoder = IsolatedEncoder(path, new_separator())  # first, because reading may hang, too
     return replace(read_folder(path), encoder=encoder)
 

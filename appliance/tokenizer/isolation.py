@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 5.0  # per chat
 MEMORY_BYTES = 1 << 30
-MOST_WORKERS = 2  # concurrent renderings
+MOST_WORKERS = 3  # at once; as many as the server has threads for texts
 
 ENCODE_SECONDS = 5.0  # base limit for a request
 CHARACTERS_PER_SECOND = 100_000  # one CPU second more for each; ten times the usual need
@@ -116,7 +116,7 @@ class TemplateLimitError(ChatTemplateError):
 
 
 class IsolatedEncoder:
-    """Encodes texts in a separate process, for a tokenizer.json with unknown rules.
+    """Encodes texts in separate processes, for a tokenizer.json with unknown parts.
 
     Args:
         separator: a text that becomes a token by itself, see `Tokenizer`.
@@ -131,7 +131,7 @@ class IsolatedEncoder:
             {"tokenizer": str(folder.resolve()), "separator": separator},
             cpu_seconds=60.0,  # the largest ones take a few
             memory_bytes=ENCODE_MEMORY_BYTES,
-            most=1,
+            most=MOST_WORKERS,
         )
         try:
             self._ask([""], add_special_tokens=False)
@@ -153,6 +153,18 @@ class IsolatedEncoder:
             raise RequestError(
                 "this model's tokenizer fails on this text, or takes too long; send another text"
             ) from error
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a pair, and 1 for each that is a control token.
+
+        Raises:
+            RequestError: it takes too long, or the tokenizer fails.
+        """
+        try:
+            ids, control = self._workers.ask({"pair": [first, second]}, cpu_seconds=ENCODE_SECONDS)
+        except WorkerEndedError as error:
+            raise RequestError("this model's tokenizer fails on pairs of texts") from error
+        return ids, control
 
     def rest(self) -> None:
         """End an idle process; the next text starts a new one."""

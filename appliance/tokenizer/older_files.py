@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.tokenizer.from_gguf import SENTENCEPIECE, GGUFTokenizer
+from appliance.tokenizer.known_parts import is_short_table
 from appliance.tokenizer.pieces import SPACE_MARK
 from appliance.tokenizer.ranked_tokens import read_kimi, read_tekken
 from appliance.tokenizer.word_rules import WORD_RULES
@@ -145,6 +146,8 @@ def _from_pieces(file: Path, config: Mapping[str, Any]) -> OlderTokenizer:
     ).build()
     before: list[normalizers.Normalizer] = []
     if charsmap := normalizer.get(2, [b""])[-1]:
+        if not is_short_table(charsmap):
+            raise _unsupported(file, "writes single characters as long texts")
         before.append(normalizers.Precompiled(charsmap))
     if normalizer.get(4, [1])[-1]:
         edges = normalizers.Replace(Regex(r"\A | \z"), "")

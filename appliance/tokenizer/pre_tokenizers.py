@@ -1,15 +1,10 @@
 """Regular expressions that split words, known to take linear time.
 
 An unknown expression can take hours on a short text. `word_rules` makes the rules of GGUF files of
-the known ones; a tokenizer.json with others encodes in a process with limits, see `isolation`.
+the known ones; a tokenizer.json with others encodes in a process with limits, see `known_parts`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
-import msgspec
 
 # Each as in the tokenizer.json of the model that it is named after, character for character.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -102,35 +97,3 @@ KNOWN_PATTERNS = frozenset(
         *(r"(?:\r?\n)+(?!\r?\n)", "[\r\n]", r"[\r\n]", "[0-9]", " {2,}", r"\s+", "\n", r"\n", " "),
     }
 )
-
-
-class _Rules(msgspec.Struct):
-    """The text-splitting parts of a tokenizer.json, without the vocabulary."""
-
-    normalizer: Any = None
-    pre_tokenizer: Any = None
-
-
-def unknown_patterns(tokenizer_json: bytes) -> list[str]:
-    """List a tokenizer's regular expressions that are not known to be safe.
-
-    Empty for a damaged file: reading it raises the error.
-    """
-    try:
-        rules = msgspec.json.decode(tokenizer_json, type=_Rules)
-    except (msgspec.MsgspecError, RecursionError):
-        return []
-    found = _patterns([rules.normalizer, rules.pre_tokenizer])
-    return [pattern for pattern in found if pattern not in KNOWN_PATTERNS]
-
-
-def _patterns(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        pattern = value.get("Regex")
-        if isinstance(pattern, str):
-            yield pattern
-        for item in value.values():
-            yield from _patterns(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _patterns(item)

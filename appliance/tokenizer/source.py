@@ -49,6 +49,10 @@ class Encoder(Protocol):
         """Return the token ids of each text."""
         ...
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a pair, and 1 for each that is a control token."""
+        ...
+
     def rest(self) -> None:
         """End an idle process; the next text starts a new one."""
         ...

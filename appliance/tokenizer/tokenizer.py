@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.dialects import Dialect, learn_dialect
 from appliance.errors import ChatTemplateError, ModelError, RequestError
-from appliance.tokenizer.chat_template import check_nesting
+from appliance.tokenizer.chat_template import check_nesting, marked_end, text_before
 from appliance.tokenizer.control_tokens import ContentGuard, ControlTokens, Occurrence
 from appliance.tokenizer.from_folder import load_from_folder
 from appliance.tokenizer.from_gguf import load_from_gguf
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+MAX_ADDED = 1024  # characters of an added token, which each text is searched for
 _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
 
@@ -72,6 +73,11 @@ class Tokenizer:
         added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab_size(), *(i + 1 for i in added), 0)
         self._added_text = {token_id: token.content for token_id, token in added.items()}
+        if (longest := max(map(len, self._added_text.values()), default=0)) > MAX_ADDED:
+            raise ModelError(
+                f"the tokenizer adds a token of {longest} characters, more than {MAX_ADDED}; "
+                "download it again"
+            )
         control = {token_id: token for token_id, token in added.items() if token.special}
         self._control_ids = frozenset(control)
         self._control_tokens = ControlTokens(control)
@@ -133,10 +139,14 @@ class Tokenizer:
     @cached_property
     def _pair_frame(self) -> tuple[list[int], list[int], list[int]]:
         """Control tokens before, between and after the texts of a pair."""
-        probe = self._backend.encode("a", "a")
+        if self._encoder is None:
+            probe = self._backend.encode("a", "a")
+            ids, control = probe.ids, probe.special_tokens_mask
+        else:
+            ids, control = self._encoder.encode_pair("a", "a")
         parts: list[list[int]] = [[], [], []]
         place, inside = 0, False
-        for token_id, is_control in zip(probe.ids, probe.special_tokens_mask, strict=True):
+        for token_id, is_control in zip(ids, control, strict=True):
             if is_control:
                 parts[place].append(token_id)
             elif not inside:
@@ -176,6 +186,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        continues: str | None = None,
         salt: str = "",
     ) -> list[int]:
         """Encode a chat in the model's format.
@@ -183,20 +194,28 @@ class Tokenizer:
         Only the template can produce control tokens; messages stay text. Caches texts of recent
         chats; `salt` separates chats that must not learn of one another from timing.
 
+        Args:
+            continues: field of the last message, such as content, with whose text the chat ends.
+
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
-            RequestError: a message nests too deeply or contains lone surrogates.
+            RequestError: a message nests too deeply or contains lone surrogates, or the template
+                leaves out the text to continue.
         """
         check_nesting(messages, "messages")
         check_nesting(tools, "tools")
         check_nesting(options, "chat_template_kwargs")
         guard = ContentGuard(self._control_tokens)
+        hidden = guard.hide(messages)
+        mark = None if continues is None else marked_end(hidden[-1], continues)
         text = self._template().render(
-            guard.hide(messages),
+            hidden,
             tools=guard.hide(tools),
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and mark is None,
             options=guard.hide(options),
         )
+        if mark is not None:
+            text = text_before(mark, text)
         occurrences = self._control_tokens.find(_valid(text))
         pieces = [_valid(guard.restore(piece)) for piece in _split(text, occurrences)]
         begin, *others = self._known_texts.ids_of(
@@ -272,6 +291,9 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], *, with_control: bool = False) -> str:
         """Decode a whole sequence, by default without control tokens."""
         known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
+        if self._encoder is not None:  # whose decoder is not trusted either
+            bytes_of = self.token_bytes if with_control else self.visible_bytes
+            return b"".join(map(bytes_of, known)).decode("utf-8", errors="replace")
         text: str = self._backend.decode(known, skip_special_tokens=not with_control)
         return text
 

@@ -204,6 +204,9 @@ def _handler(setup: Mapping[str, Any]) -> Handler:
     backend = with_separator(read_folder(Path(setup["tokenizer"])).backend, setup["separator"])
 
     def encode(request: dict[str, Any]) -> list[list[int]]:
+        if "pair" in request:
+            both = backend.encode(*request["pair"])
+            return [both.ids, both.special_tokens_mask]
         texts, special = request["texts"], request["add_special_tokens"]
         return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
 

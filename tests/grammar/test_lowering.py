@@ -197,7 +197,8 @@ def test_integers_keep_every_digit_or_are_refused() -> None:
                 if abs(value) < 2**63:
                     assert permitted(schema, str(value)) is JUDGE(schema).is_valid(value), value
     for bound in (2**53 + 1, 9007199254740999, 2**64, -(2**53) - 1, 10**30):
-        for key, value in (("maximum", bound), ("enum", [bound]), ("const", {"a": [bound]})):
+        wrong: dict[str, Any] = {"maximum": bound, "enum": [bound], "const": {"a": [bound]}}
+        for key, value in wrong.items():
             with pytest.raises(RequestError, match="digits") as refused:
                 lowered({"items": {"anyOf": [{key: value}]}})
             assert refused.value.param == f"items.anyOf.0.{key}"

@@ -43,6 +43,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from fastapi import FastAPI
     from playwright.async_api import Browser
 
     from appliance.engine.process.replica import Replica
@@ -105,6 +106,7 @@ class Running:
     state: ModelState  # of the first model
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
+    app: FastAPI
 
     @property
     def engine(self) -> EngineClient:
@@ -205,9 +207,10 @@ def serve(
         whole.check_names()
         state = whole.default
         sock = bind(config)
+        app = create_app(whole)
         web = QuietServer(
             uvicorn.Config(
-                create_app(whole),
+                app,
                 http=protocol_of(config.max_connections),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -238,7 +241,7 @@ def serve(
                     http_client=openai.DefaultAsyncHttpxClient(verify=NO_AUTHORITIES),
                 ) as client,
             ):
-                yield Running(url, state, http, client)
+                yield Running(url, state, http, client, app)
         finally:
             whole.closing = True
             await state.engine.close(now=True)
@@ -246,6 +249,6 @@ def serve(
                 await other.close(now=True)
             web.should_exit = True
             await serving
-            whole.text_pool.shutdown()
+            whole.texts.close()
 
     return start

@@ -94,7 +94,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("n", True),
     ("n", "2"),
     ("max_tokens", 0),
-    ("max_tokens", -1),
+    ("max_tokens", -2),
     ("max_tokens", 2**63),
     ("max_tokens", 1.5),
     ("max_tokens", "5"),
@@ -110,7 +110,6 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("min_p", -0.1),
     ("seed", 1.5),
     ("seed", 2**64),
-    ("stop", ""),
     ("stop", list("abcdefghijklmnopq")),
     ("stop", ["x" * 257]),
     ("stop", [1]),
@@ -177,7 +176,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("chat_template", "{{ 1 }}"),
-    ("add_generation_prompt", False),
+    ("continue_final_message", True),
     ("skip_special_tokens", False),
 ]
 
@@ -314,7 +313,7 @@ async def test_wrong_methods(serve: Serve) -> None:
             assert response.headers["allow"] == "POST"
         check_error(await running.http.post("/v1/models"), 405)
         several = await running.http.request("OPTIONS", "/v1/responses/resp_1")
-        assert several.headers["allow"] == "DELETE, GET", "two routes of one path"
+        assert several.headers["allow"] == "DELETE, GET, HEAD", "two routes of one path"
 
 
 async def test_only_json_is_accepted(serve: Serve) -> None:

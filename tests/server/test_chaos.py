@@ -9,6 +9,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from soak.clock import LIBRARY, clock_jumps, environment
 from soak.connections import half_open, out_of_files, slowloris
@@ -54,6 +55,18 @@ async def test_no_fuzzed_request_is_a_failure_of_the_server(server: Server) -> N
 async def test_clients_that_stream_leave_nothing_behind(server: Server) -> None:
     found = await streams(server, clients=40, seconds=2.0)
     assert found["answers"]["200"] >= 40
+
+
+async def test_all_of_it_works_by_ipv6(tmp_path: Path) -> None:
+    with echo_server(tmp_path, APPLIANCE_HOST="::1") as server:
+        assert server.url.startswith("http://[::1]:")
+        found = await streams(server, clients=4, seconds=0.5)
+        assert found["answers"].keys() == {"200"}
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            page = await client.get("/")
+            assert page.status_code == 200, "under the name that a browser sends: [::1]:PORT"
+            foreign = await client.get("/v1/models", headers={"host": "[2001:db8::1]"})
+            assert foreign.status_code == 403
 
 
 async def test_a_wall_clock_that_jumps_by_years_decides_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -151,3 +152,121 @@ async def test_a_body_that_is_wrong_names_the_field(serve: Serve, path: str) -> 
         )
         assert broken.status_code == 400
         assert "JSON" in message_of(broken.json())
+
+
+ANY_TYPE: tuple[dict[str, str], ...] = (
+    {},
+    {"content-type": "application/x-www-form-urlencoded"},
+    {"content-type": "text/plain"},
+)
+
+
+async def test_ollamas_bodies_need_no_content_type_but_those_of_pages_do(serve: Serve) -> None:
+    """Ollama's documents send JSON with curl -d, and LiteLLM sends no type at all."""
+    async with serve() as running:
+        for path in ("/api/chat", "/api/generate", "/api/show", "/api/embed"):
+            body = json.dumps({"model": "echo", "messages": MESSAGES, "stream": False}).encode()
+            if path != "/api/chat":
+                body = b'{"model": "echo"}'
+            for headers in ANY_TYPE:
+                answer = await running.http.post(path, content=body, headers=headers)
+                assert answer.status_code == 200, (path, headers, answer.text)
+                for page in ({"origin": running.url}, {"sec-fetch-site": "same-origin"}):
+                    refused = await running.http.post(
+                        path, content=body, headers={**headers, **page}
+                    )
+                    assert refused.status_code == 415, "a page can send it without a preflight"
+        for headers in ANY_TYPE:
+            body = json.dumps({"messages": MESSAGES}).encode()
+            other = await running.http.post("/v1/chat/completions", content=body, headers=headers)
+            assert other.status_code == 415
+
+
+@EVERY
+async def test_a_seed_of_minus_one_is_random(serve: Serve, path: str) -> None:
+    """Ollama's default options have Seed: -1, and vLLM takes -1 for no seed."""
+    if path in ("/v1/responses", "/v1/messages"):
+        return  # without a seed
+    seeds: list[int | None] = []
+    async with serve() as running:
+        generate = running.state.engine.generate
+
+        def noted(request: Any) -> Any:
+            seeds.append(request.sampling.seed)
+            return generate(request)
+
+        running.state.engine.generate = noted  # type: ignore[method-assign]
+        for seed in (-1, -2):
+            options = {"seed": seed, "stop": ["", "zzz"]}
+            fields = {"options": options} if path.startswith("/api") else options
+            body = {**BODIES[path], **fields}
+            assert (await running.http.post(path, json=body)).status_code == 200
+        assert seeds == [None, -2]
+
+
+async def test_head_is_a_get_without_its_body(serve: Serve) -> None:
+    """RFC 9110, 9.3.2: the same header fields, and no content."""
+    async with serve() as running:
+        document = running.app.openapi()["paths"]
+        paths = ["/openapi.json", *(path for path, methods in document.items() if "get" in methods)]
+        assert len(paths) > 15
+        for path in paths:
+            path = path.replace("{model_id}", "echo")
+            async with running.http.stream("GET", path) as got:
+                pass
+            head = await running.http.head(path)
+            assert head.status_code == got.status_code, path
+            assert head.content == b""
+            kept = ("content-type", "content-length", "etag", "cache-control")
+            for name in kept if path != "/metrics" else kept[:1]:
+                assert head.headers.get(name) == got.headers.get(name), (path, name)
+        posts = await running.http.head("/v1/chat/completions")
+        assert (posts.status_code, posts.headers["allow"]) == (405, "POST")
+        await until(running.idle)
+
+
+TOOL_OF: dict[str, Any] = {
+    "/v1/chat/completions": lambda name, schema: {
+        "type": "function",
+        "function": {"name": name, "parameters": schema},
+    },
+    "/v1/responses": lambda name, schema: {"type": "function", "name": name, "parameters": schema},
+    "/v1/messages": lambda name, schema: {"name": name, "input_schema": schema},
+    "/api/chat": lambda name, schema: {
+        "type": "function",
+        "function": {"name": name, "parameters": schema},
+    },
+}
+
+
+@pytest.mark.parametrize("path", TOOL_OF)
+async def test_tools_as_their_clients_define_them(serve: Serve, path: str) -> None:
+    """Null for an absent keyword (Anthropic's ToolParam), and names as long as the protocol's."""
+    empty = {"type": "object", "properties": None, "required": None}
+    # 64 at OpenAI, 128 at Anthropic, no limit at Ollama.
+    longest = 64 if path.startswith(("/v1/chat", "/v1/resp")) else 128
+    async with serve(max_model_len=2048) as running:
+        for name, status in (("f" * longest, 200), ("f" * (longest + 1), 400)):
+            tool = TOOL_OF[path](name, empty)
+            answer = await running.http.post(path, json={**BODIES[path], "tools": [tool]})
+            assert answer.status_code == status, answer.text
+
+
+async def test_refusals_of_a_history_are_text(serve: Serve) -> None:
+    """OpenAI's schema has them among an assistant's parts."""
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    async with serve() as running:
+        for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+            body = {**BODIES[path], name: [*MESSAGES, refusal, *MESSAGES], "stream": False}
+            answer = await running.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+
+
+async def test_input_tokens_are_those_of_the_response(serve: Serve) -> None:
+    async with serve() as running:
+        counted = await running.openai.responses.input_tokens.count(input="hello there")
+        answer = await running.openai.responses.create(model="echo", input="hello there")
+        assert answer.usage is not None
+        assert counted.input_tokens == answer.usage.input_tokens
+        compact = await running.http.post("/v1/responses/compact", json={"input": "x"})
+        assert compact.status_code == 404

@@ -107,6 +107,7 @@ async def test_thoughts_go_back_in_under_either_name(
         lengths = []
         for fields in ({}, {"reasoning": "abc"}, {"reasoning_content": "abc"}):
             messages = [*ask("hi")["messages"], {"role": "assistant", "content": "yo", **fields}]
+            messages.append({"role": "user", "content": "and"})
             answer = await running.http.post(CHAT, json={"messages": messages})
             lengths.append(answer.json()["usage"]["prompt_tokens"])
         assert lengths == [lengths[0], lengths[0] + 3, lengths[0] + 3]

@@ -102,11 +102,12 @@ class EchoEngine:
         self.answers: list[AdapterAnswer] = []
         vocab_size = int(knobs.get("vocab_size", VOCAB_SIZE))
         self.info = EngineInfo(
-            model="echo", architecture="echo", device="cpu", backend="none", weight_format="none",
-            kv_format="none", context_length=self.context, vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids, block_size=self.block_size, num_blocks=self.num_blocks,
-            max_num_seqs=self.max_running, weight_bytes=0, kv_bytes=0, workspace_bytes=0,
-            memory_bytes=0, load_seconds=0.0, fingerprint="echo", hidden_size=HIDDEN_SIZE,
+            model="echo", architecture="echo", device="CPU, 1 thread of 1", backend="none",
+            weight_format="none", kv_format="none", context_length=self.context,
+            vocab_size=vocab_size, eos_token_ids=eos_token_ids, block_size=self.block_size,
+            num_blocks=self.num_blocks, max_num_seqs=self.max_running, weight_bytes=0,
+            kv_bytes=0, workspace_bytes=0, memory_bytes=0, load_seconds=0.0, fingerprint="echo",
+            hidden_size=HIDDEN_SIZE,
         )  # fmt: skip
 
     @property

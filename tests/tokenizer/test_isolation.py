@@ -17,7 +17,7 @@ import pytest
 from waiting import has_ended, wait_until
 
 from appliance.errors import ChatTemplateError, ModelError, RequestError
-from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, pre_tokenizers
+from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, known_parts, pre_tokenizers
 from appliance.tokenizer.isolation import IsolatedTemplate, TemplateLimitError
 from appliance.tokenizer.worker import TokenizerWorker, WorkerEndedError, Workers
 
@@ -209,6 +209,80 @@ def test_rules_of_a_stranger_give_the_same_tokens_elsewhere(
     assert here.vocab_size == there.vocab_size
 
 
+def replacing(text: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+DOUBLING = [replacing("c", "cc")] * 40
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TWICE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
+# None has an expression, and a text of a few letters takes hours, gigabytes, or both.
+HOSTILE_PARTS: dict[str, tuple[str, Any]] = {
+    "doubling": ("normalizer", {"type": "Sequence", "normalizers": DOUBLING}),
+    "doubling in nested sequences": (
+        "normalizer",
+        {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": DOUBLING}]},
+    ),
+    "steps under a foreign name too": (
+        "normalizer",
+        {"type": "Sequence", "decoders": [], "normalizers": DOUBLING},
+    ),
+    "a long prefix": ("normalizer", {"type": "Prepend", "prepend": "c" * 10**6}),
+    "a long replacement": ("normalizer", replacing("c", "d" * 10**6)),
+    "many steps": ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 10**4}),
+    "bytes of bytes": ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 40}),
+    "a text many times": (
+        "post_processor",
+        {"type": "TemplateProcessing", "single": TWICE, "pair": TWICE, "special_tokens": {}},
+    ),
+    "an unknown type": ("pre_tokenizer", {"type": "Next"}),
+    "a long end of words": ("model", {"end_of_word_suffix": "d" * 10**6}),
+    "a setting of another type": ("model", {"max_input_chars_per_word": 1e9}),
+    "a doubling decoder": (
+        "decoder",
+        {"type": "Sequence", "decoders": [BYTES, *DOUBLING]},
+    ),
+}
+
+
+def with_part(folder: Path, place: str, part: Any) -> Path:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content[place] = {**content[place], **part} if place == "model" else part
+    file.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", HOSTILE_PARTS)
+def test_a_part_with_unusual_values_is_unknown(
+    name: str, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    folder = with_part(make_folder(tmp_path / "model"), *HOSTILE_PARTS[name])
+    assert known_parts.unknown_parts((folder / "tokenizer.json").read_bytes())
+
+
+@pytest.mark.parametrize("name", ["doubling", "doubling in nested sequences"])
+def test_a_text_that_grows_without_end_is_stopped(
+    name: str, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    tokenizer = Tokenizer.from_path(with_part(make_folder(tmp_path / "m"), *HOSTILE_PARTS[name]))
+    assert tokenizer.is_isolated
+    with pytest.raises(RequestError, match="takes too long"):
+        tokenizer.encode("c", add_special_tokens=False)
+    assert tokenizer.encode("the", add_special_tokens=False)
+
+
+def test_an_unknown_decoder_is_never_run(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(tmp_path / "model")
+    plain = Tokenizer.from_path(folder)
+    tokenizer = Tokenizer.from_path(with_part(folder, *HOSTILE_PARTS["a doubling decoder"]))
+    ids = tokenizer.encode("the cat<|im_end|>", add_special_tokens=False)
+    for control in (True, False):
+        assert tokenizer.decode(ids, with_control=control) == plain.decode(
+            ids, with_control=control
+        )
+
+
 @pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
 def test_a_rule_that_takes_without_end_is_stopped(
     place: str, tmp_path: Path, make_folder: Callable[..., Path]
@@ -258,5 +332,5 @@ def test_rules_of_models_in_use_are_known(make_folder: Callable[..., Path], tmp_
     for pattern in pre_tokenizers.KNOWN_PATTERNS:
         folder = with_rule(make_folder(tmp_path / "model"), pattern)
         assert not Tokenizer.from_path(folder).is_isolated
-        found = pre_tokenizers.unknown_patterns((folder / "tokenizer.json").read_bytes())
+        found = known_parts.unknown_parts((folder / "tokenizer.json").read_bytes())
         assert found == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.scheduling.policy import may_admit, may_overtake
+from appliance.engine.scheduling.policy import may_admit, may_overtake, may_pass
 from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
@@ -14,14 +14,25 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 
-def start_next(state: State, builder: PlanBuilder, lane: Lane) -> Sequence | None:
+def start_next(
+    state: State, builder: PlanBuilder, lane: Lane, *, beside: int | None = None
+) -> Sequence | None:
     """Start one sequence of a lane; return None if there is no room for it.
 
     Gives it no rows in `builder` yet.
+
+    Args:
+        beside: tokens that the owner's first running prompt has left; starts only one that may
+            pass it.
     """
     if builder.preempted or not (state.slots and lane.sequences):
         return None  # blocks of preempted sequences are not for newcomers
-    sequence = lane.next(lambda one: _num_cached(state, one))
+    if beside is None:
+        sequence = lane.next(lambda one: _num_cached(state, one))
+    else:
+        sequence = lane.briefest(lambda one: _num_left(state, one))
+        if not may_pass(_num_left(state, sequence), beside):
+            return None
     if not may_overtake(sequence, builder.blocked):
         return None
     if builder.num_promised is None:
@@ -34,7 +45,8 @@ def start_next(state: State, builder: PlanBuilder, lane: Lane) -> Sequence | Non
         return None
     for other in builder.blocked:
         other.num_overtaken += 1
-    lane.overtake(sequence)
+    if beside is None:  # one that passes takes no earlier one's turn
+        lane.overtake(sequence)
     for member in unit:
         if member is not sequence:
             member.slot = state.slots.pop()
@@ -50,6 +62,10 @@ def _num_cached(state: State, sequence: Sequence) -> int:
         return sequence.num_prompt_tokens
     num_tokens = state.blocks.find_prefix(sequence).num_tokens
     return max(num_tokens, state.tiers.num_held(sequence))
+
+
+def _num_left(state: State, sequence: Sequence) -> int:
+    return len(sequence.token_ids) - _num_cached(state, sequence)
 
 
 def _can_fork(state: State, sequence: Sequence) -> bool:

@@ -14,8 +14,11 @@ blocks. The order of decisions in a step:
 3. Among prompts the better priority goes first. Within a priority the owners (API keys) take
    turns of a few rows: next is the owner with fewest tokens so far (`turn`). Tokens computed for
    an owner count: prompt tokens that were not cached, and generated ones.
-4. An owner's turn goes to its running prompts by rank, then to its waiting requests: the one
+4. An owner's turns go to its running prompts by rank, then to its waiting requests: the one
    with the longest cached prefix, unless an earlier one was overtaken often (`choose_waiting`).
+   Every second turn goes to its prompt with the least left to read, running or waiting, if that is
+   much less than what the first has left (`may_pass`): a short question does not wait for a long
+   document, which still gets half of the rows.
 5. When blocks run out, it preempts the worst priority first, within it the owner with most running
 sequences, and of these the latest (`choose_victim`).
 """
@@ -39,6 +42,7 @@ MAX_STALLS = 2  # unused such steps to save up; a burst of short prompts takes n
 MIN_PROMPT_ROWS = 8  # per step, even if slow: prompts never stand still
 MAX_OVERTAKEN = 8  # later sequences that may start before an earlier one
 WINDOW = 8  # an owner's earliest waiting sequences to search for the longest cached prefix
+MUCH_SHORTER = 4  # times less to read lets a prompt pass the first one
 TURNS = 16  # shares of a step's prompt rows, in turns
 
 MAX_DRAFTS = 15  # per sequence and step: attention reads up to 16 of its rows together
@@ -84,6 +88,18 @@ def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence],
         if sequence.num_overtaken >= MAX_OVERTAKEN:
             return sequence
     return max(earliest, key=num_cached)
+
+
+def may_pass(num_left: int, num_left_of_first: int) -> bool:
+    """Return True if a prompt may be read beside an earlier one of its owner.
+
+    Equally long prompts are read one after the other: all at once, each would end last.
+
+    Args:
+        num_left: tokens that it has left to read, without cached ones.
+        num_left_of_first: the same of the owner's first running prompt.
+    """
+    return num_left * MUCH_SHORTER <= num_left_of_first
 
 
 def may_overtake(sequence: Sequence, blocked: Iterable[Sequence]) -> bool:

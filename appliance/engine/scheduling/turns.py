@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.scheduling.admission import start_next
-from appliance.engine.scheduling.policy import MAX_STALLS, TURNS, may_stall, turn
+from appliance.engine.scheduling.policy import MAX_STALLS, TURNS, may_pass, may_stall, rank, turn
 from appliance.engine.scheduling.rows import extend, rows_of_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from appliance.engine.scheduling.fairness import Account, Accounts
     from appliance.engine.scheduling.plan_builder import PlanBuilder
@@ -37,7 +38,7 @@ def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequenc
     given = share_rows(
         rows,
         demands_of(prompts, lanes, state.accounts),
-        lambda lane: _start(state, builder, lane),
+        lambda lane, beside: _start(state, builder, lane, beside),
     )
     wanted = dict(prompts)
     for sequence, num_tokens in given.items():
@@ -57,8 +58,10 @@ def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequenc
     state.accounts.refund(given, builder.entries)
 
 
-def _start(state: State, builder: PlanBuilder, lane: Lane) -> tuple[Sequence, int] | None:
-    sequence = start_next(state, builder, lane)
+def _start(
+    state: State, builder: PlanBuilder, lane: Lane, beside: int | None
+) -> tuple[Sequence, int] | None:
+    sequence = start_next(state, builder, lane, beside=beside)
     if sequence is None:
         return None
     num_left = sequence.num_uncomputed
@@ -87,18 +90,66 @@ def _rows(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]
     return rows
 
 
+# Starts a waiting sequence of a lane, and returns it with the rows that it wants.
+Start = Callable[["Lane", int | None], tuple["Sequence", int] | None]
+
+
 @dataclass(slots=True, eq=False)
 class Demand:
-    """An owner's demand at one priority: rows of running prompts, and sequences to start."""
+    """An owner's demand at one priority: rows of running prompts, and sequences to start.
+
+    Attributes:
+        prompts: running sequences, each with the rows it wants in this step; the first one last.
+        lane: sequences that wait; None once none of them may start.
+    """
 
     priority: int
     account: Account
-    prompts: list[tuple[Sequence, int]] = field(default_factory=list)  # the next one last
+    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
     lane: Lane | None = None
+    _num_turns: int = 0
+    _nobody_passes: bool = False
 
     def key(self) -> tuple[int, int, int]:
         """Rank for the next turn, lowest first."""
         return turn(self.priority, self.account)
+
+    def take(self, start: Start) -> tuple[Sequence, int] | None:
+        """Take the prompt whose turn it is, with the rows it wants; None if there is none."""
+        if not self.prompts:
+            started = None if self.lane is None else start(self.lane, None)
+            if started is None:
+                return None
+            self.prompts.append(started)
+        self._num_turns += 1
+        if self._num_turns % 2 == 0 and not self._nobody_passes:
+            passing = self._passing(start)
+            if passing is not None:
+                return passing
+            self._nobody_passes = True
+        return self.prompts.pop()
+
+    def put_back(self, sequence: Sequence, wanted: int) -> None:
+        """Return a prompt that wants more rows to its place in the order."""
+        self.prompts.append((sequence, wanted))
+        self.prompts.sort(key=lambda one: rank(one[0]), reverse=True)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return True if the first prompt is the only one that gets rows, as far as is known."""
+        return self._nobody_passes or (len(self.prompts) < 2 and self.lane is None)
+
+    def _passing(self, start: Start) -> tuple[Sequence, int] | None:
+        first = self.prompts[-1][0].num_uncomputed
+        if self.lane is not None:
+            started = start(self.lane, first)
+            if started is not None:
+                return started
+        briefest = min(self.prompts, key=lambda one: one[0].num_uncomputed)
+        if not may_pass(briefest[0].num_uncomputed, first):
+            return None
+        self.prompts.remove(briefest)
+        return briefest
 
 
 def demands_of(
@@ -122,14 +173,13 @@ def demands_of(
     return list(demands.values())
 
 
-def share_rows(
-    rows: int, demands: list[Demand], start: Callable[[Lane], tuple[Sequence, int] | None]
-) -> dict[Sequence, int]:
+def share_rows(rows: int, demands: list[Demand], start: Start) -> dict[Sequence, int]:
     """Divide rows among prompts, and charge their owners.
 
     Args:
         demands: consumed.
-        start: starts a waiting sequence of a lane and returns it with the rows it wants, or None.
+        start: starts a waiting sequence of a lane and returns it with the rows it wants, or None;
+            given the tokens that an owner's first prompt has left, only one that may pass that.
 
     Returns:
         Rows of each sequence, at least 1.
@@ -138,17 +188,15 @@ def share_rows(
     portion = max(1, rows // TURNS)
     while rows and demands:
         demand = demands[0] if len(demands) == 1 else min(demands, key=Demand.key)
-        if not demand.prompts:
-            started = None if demand.lane is None else start(demand.lane)
-            if started is None:
-                demands.remove(demand)
-                continue
-            demand.prompts.append(started)
-        sequence, wanted = demand.prompts.pop()
-        taken = min(wanted, rows if len(demands) == 1 else min(portion, rows))
+        prompt = demand.take(start)
+        if prompt is None:
+            demands.remove(demand)
+            continue
+        sequence, wanted = prompt
+        taken = min(wanted, rows if len(demands) == 1 and demand.is_alone else min(portion, rows))
         given[sequence] = given.get(sequence, 0) + taken
         demand.account.served += taken
         rows -= taken
         if taken < wanted:
-            demand.prompts.append((sequence, wanted - taken))
+            demand.put_back(sequence, wanted - taken)
     return given

@@ -24,23 +24,31 @@ class Lane:
 
     account: Account
     sequences: list[Sequence] = field(default_factory=list)
-    _next: Sequence | None = None  # cached until something changes, because choosing is slow
+    # Cached until something changes, because choosing is slow.
+    _next: Sequence | None = None
+    _briefest: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
         insort(self.sequences, sequence, key=rank)
-        self._next = None
+        self._next = self._briefest = None
 
     def remove(self, sequence: Sequence) -> None:
         index = bisect_left(self.sequences, rank(sequence), key=rank)
         assert self.sequences[index] is sequence
         del self.sequences[index]
-        self._next = None
+        self._next = self._briefest = None
 
     def next(self, num_cached: Callable[[Sequence], int]) -> Sequence:
         """Return the sequence to start next, without removing it."""
         if self._next is None:
             self._next = choose_waiting(self.sequences[:WINDOW], num_cached)
         return self._next
+
+    def briefest(self, num_left: Callable[[Sequence], int]) -> Sequence:
+        """Return the sequence with the fewest tokens left to read, without removing it."""
+        if self._briefest is None:
+            self._briefest = min(self.sequences[:WINDOW], key=num_left)
+        return self._briefest
 
     def overtake(self, sequence: Sequence) -> None:
         """Count that a sequence starts before earlier ones."""

@@ -141,20 +141,19 @@ class _Fields:
         targets = self._names("target_modules")
         if not targets:
             raise self._wrong("target_modules", "it names the linears that the adapter changes")
-        layers = self._config.get("layers_to_transform")
-        numbers = [layers] if isinstance(layers, int) else layers or []
-        if not all(isinstance(number, int) for number in numbers):
-            raise self._wrong("layers_to_transform", "it must be a number or a list of them")
         settings = LoraSettings(
             base=str(self._config.get("base_model_name_or_path") or ""),
-            rank=int(self._number("r", self._config.get("r"), 1)),
+            rank=self._integer("r", self._config.get("r")),
             alpha=self._number("lora_alpha", self._config.get("lora_alpha"), 0),
             use_rslora=bool(self._config.get("use_rslora")),
             targets=targets,
             excluded=self._names("exclude_modules"),
-            rank_pattern={key: int(value) for key, value in self._pattern("rank_pattern", 1)},
+            rank_pattern={
+                key: self._integer(f"rank_pattern[{key!r}]", value)
+                for key, value in self._pattern("rank_pattern", 1)
+            },
             alpha_pattern=dict(self._pattern("alpha_pattern", 0)),
-            layers=tuple(numbers) or None,
+            layers=self._layers(),
             layers_pattern=self._list("layers_pattern"),
         )
         self._check_patterns(settings)
@@ -189,6 +188,22 @@ class _Fields:
             raise self._wrong(field, f"it must be a number of at least {low}")
         assert isinstance(value, int | float)
         return value
+
+    def _integer(self, field: str, value: object) -> int:
+        number = self._number(field, value, 1)
+        if number != int(number):
+            raise self._wrong(field, "it must be a whole number")
+        return int(number)
+
+    def _layers(self) -> tuple[int, ...] | None:
+        field = "layers_to_transform"
+        value = self._config.get(field)
+        numbers = value if isinstance(value, list) else [value]
+        if value in (None, []):
+            return None
+        if not all(type(number) is int for number in numbers):
+            raise self._wrong(field, "it must be a number or a list of them")
+        return tuple(numbers)
 
     def _names(self, field: str) -> tuple[str, ...] | str:
         value = self._config.get(field)

@@ -17,7 +17,8 @@ from appliance.server.anthropic.schema import (
     MessagesRequest,
 )
 from appliance.server.anthropic.turns import tools_of, turns_of
-from appliance.server.conversation import Conversation
+from appliance.server.body import body_size
+from appliance.server.conversation import Conversation, conversation
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
@@ -26,7 +27,6 @@ from appliance.server.prompt import chat_prompt
 from appliance.server.request_middleware import key_name
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
-from appliance.server.terms import salt_of
 from appliance.server.thinking import template_options
 
 if TYPE_CHECKING:
@@ -50,13 +50,15 @@ def anthropic_router(server: ServerState) -> APIRouter:
             top_p=body.top_p,
             top_k=body.top_k,
         )
-        chat = _conversation(body, sampling, max_tokens=body.max_tokens)
+        owner = key_name(request.scope)
+        make = partial(_conversation, body, sampling, max_tokens=body.max_tokens)
+        chat = await conversation(state, make, owner, body_size(request.scope))
 
         async def respond() -> Response:
             answer, exchange = await begin_chat(
                 state,
                 chat,
-                key_name(request.scope),
+                owner,
                 prefix="msg_",
                 request_id=request_id_of(request.scope),
             )
@@ -72,9 +74,9 @@ def anthropic_router(server: ServerState) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of the prompt that these messages make."""
         state, body = await take_body(server, request, CountRequest, UNSUPPORTED, HARMLESS)
-        chat = _conversation(body, SamplingFields())
-        salt = salt_of(state, chat.sampling, key_name(request.scope))
-        prompt = await chat_prompt(state, chat, salt)
+        owner, make = key_name(request.scope), partial(_conversation, body, SamplingFields())
+        chat = await conversation(state, make, owner, body_size(request.scope))
+        prompt = await chat_prompt(state, chat, owner)
         return json_response(InputTokens(len(prompt.ids)))
 
     return router
@@ -84,7 +86,7 @@ def _conversation(
     body: CountRequest, sampling: SamplingFields, *, max_tokens: int | None = None
 ) -> Conversation:
     config, thinking = body.output_config, body.thinking
-    form = None if config is None else config.format
+    form = body.output_format if config is None else config.format or body.output_format
     return Conversation(
         sampling=sampling,
         turns=partial(turns_of, body),

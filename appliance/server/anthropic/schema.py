@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from appliance.engine.sampling_params import MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Count, Effort, StopString
+from appliance.server.unsupported import Table, foreign
 
 # Accepted without effect: prompts are always cached and never edited.
 HARMLESS = {
@@ -19,11 +20,8 @@ HARMLESS = {
     "metadata",
     "service_tier",
     "speed",
-}
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "output_format": (None,),  # the beta's name of `output_config.format`
+    "user_profile_id",
+    "workspace_id",
 }
 
 
@@ -37,8 +35,21 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Any = None  # a tool's result: text or blocks
+    content: Any = None  # a tool's result: text or blocks, or an object of Anthropic's tools
     is_error: bool | None = None
+    source: Any = None  # of a document or search result
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+    tool_name: str | None = None
+
+
+class DocumentSource(msgspec.Struct, kw_only=True):
+    """The text of a document."""
+
+    type: str
+    data: str | None = None
+    content: Any = None
 
 
 class AnthropicTurn(msgspec.Struct, kw_only=True):
@@ -97,6 +108,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the beta's name of `output_config.format`
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -108,3 +120,24 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0 keeps all
+
+
+_UNSUPPORTED: Table = {
+    "compaction": (None, {}),
+    "container": (None,),
+    "mcp_servers": (None, []),
+    "thread": (None, {}),
+}
+UNSUPPORTED: Table = _UNSUPPORTED | foreign(
+    {*MessagesRequest.__struct_fields__, *_UNSUPPORTED, *HARMLESS},
+    {
+        "limit": "max_tokens",
+        "stop": "stop_sequences",
+        "format": "output_config.format",
+        "system": "system",
+        "conversation": "messages",
+        "past": "messages, with the whole conversation",
+        "thinking": "thinking",
+        "tools": "tools and tool_choice",
+    },
+)

@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from appliance.errors import RequestError
+from appliance.server.anthropic.blocks import (
+    block_text,
+    blocks_of,
+    refused,
+    result_text,
+    server_result_text,
+    text_of,
+)
 from appliance.server.anthropic.schema import ContentBlock
 from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from appliance.dialects.turns import Turn
     from appliance.server.anthropic.schema import AnthropicTurn, CountRequest
+
+
+_CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
+MAX_NAME = 128  # characters of a tool's name, at Anthropic
 
 
 def turns_of(body: CountRequest) -> list[Turn]:
@@ -27,21 +35,37 @@ def turns_of(body: CountRequest) -> list[Turn]:
     """
     turns: list[Turn] = []
     if body.system:
-        turns.append({"role": "system", "content": _text(body.system, "system")})
+        turns.append({"role": "system", "content": text_of(body.system, "system")})
     names: dict[str, str] = {}  # a tool's name by call id
     for number, message in enumerate(body.messages):
         where = f"messages.{number}"
         if message.role == "assistant":
-            turns.append(_assistant(message, where, names))
+            turns += _assistant(message, where, names)
         else:
             turns += _others(message, where, names)
     if body.messages[-1].role == "assistant":
-        raise RequestError(
-            "messages end with a turn of the assistant, and going on from there is not supported; "
-            "end with a turn of the user",
-            param="messages",
-        )
+        _check_prefill(body, turns[-1])
     return turns
+
+
+def _check_prefill(body: CountRequest, last: Turn) -> None:
+    """Refuse a last turn of the assistant that Anthropic's API would not continue."""
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    config = body.output_config
+    if "tool_calls" in last:
+        why = "the last message has a tool_use without its tool_result after it"
+    elif last["content"] != last["content"].rstrip():
+        why = "the text of a last message of the assistant must not end with white space"
+    elif thinks and "reasoning_content" not in last:
+        why = (
+            "with thinking, a last message of the assistant must begin with a thinking block; "
+            "leave thinking out, or end with a message of the user"
+        )
+    elif body.output_format is not None or (config is not None and config.format is not None):
+        why = "a last message of the assistant is not continued in a format; leave one out"
+    else:
+        return
+    raise RequestError(why, param="messages")
 
 
 def tools_of(body: CountRequest) -> Tools:
@@ -61,7 +85,14 @@ def tools_of(body: CountRequest) -> Tools:
             )
         place = f"tools.{number}.input_schema"
         offers.append(
-            Offer(tool.name, tool.input_schema, place, tool.description, bool(tool.strict))
+            Offer(
+                tool.name,
+                tool.input_schema,
+                place,
+                tool.description,
+                bool(tool.strict),
+                max_name=MAX_NAME,
+            )
         )
     choice = body.tool_choice
     if choice is None:
@@ -76,9 +107,24 @@ def tools_of(body: CountRequest) -> Tools:
             return Tools.of(offers, choice=other, one_call=one_call)
 
 
-def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Turn:
-    texts, thoughts, calls = [], [], []
-    for place, block in enumerate(_blocks(message.content)):
+def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[Turn]:
+    """Return a turn; a result of Anthropic's own tools ends one, and is a turn itself."""
+    turns: list[Turn] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        turn: Turn = {"role": "assistant", "content": "\n".join(texts)}
+        if thoughts:
+            turn["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            turn["tool_calls"] = [*calls]
+        turns.append(turn)
+        for found in (texts, thoughts, calls):
+            found.clear()
+
+    for place, block in enumerate(blocks_of(message.content)):
         match block:
             case ContentBlock(type="text", text=str(text)):
                 texts.append(text)
@@ -86,20 +132,23 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Tur
                 thoughts.append(thinking)
             case ContentBlock(type="redacted_thinking"):
                 pass  # only its author can read it
-            case ContentBlock(type="tool_use", id=str(call_id), name=str(name)):
+            case ContentBlock(type=kind, id=str(call_id), name=str(name)) if kind in _CALLS:
                 check_nesting(block.input, "messages")
                 names[call_id] = name
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
                 function = {"name": name, "arguments": arguments}
                 calls.append({"id": call_id, "type": "function", "function": function})
+            case ContentBlock(type=str(kind), tool_use_id=str(call_id)) if kind.endswith(
+                "_tool_result"
+            ):
+                if texts or thoughts or calls:
+                    flush()
+                turns.append(_result(call_id, server_result_text(block), names))
             case _:
-                raise _refused(block, f"{where}.content.{place}")
-    turn: Turn = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        turn["tool_calls"] = calls
-    return turn
+                raise refused(block, f"{where}.content.{place}")
+    if texts or thoughts or calls or not turns:
+        flush()
+    return turns
 
 
 def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[Turn]:
@@ -112,54 +161,24 @@ def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[T
             turns.append({"role": message.role, "content": "\n".join(texts)})
             texts.clear()
 
-    for place, block in enumerate(_blocks(message.content)):
-        match block:
-            case ContentBlock(type="text", text=str(text)):
-                texts.append(text)
-            case ContentBlock(type="tool_result", tool_use_id=str(call_id)):
-                flush()
-                content = _text(_result(block, where), f"{where}.content.{place}.content")
-                turn = {
-                    "role": "tool",
-                    "tool_call_id": call_id,
-                    # Templates have no other place for an error.
-                    "content": f"Error: {content}" if block.is_error else content,
-                }
-                if call_id in names:
-                    turn["name"] = names[call_id]
-                turns.append(turn)
-            case _:
-                raise _refused(block, f"{where}.content.{place}")
+    for place, block in enumerate(blocks_of(message.content)):
+        here = f"{where}.content.{place}"
+        if block.type == "tool_result" and block.tool_use_id is not None:
+            flush()
+            content = result_text(block, here)
+            # Templates have no other place for an error.
+            content = f"Error: {content}" if block.is_error else content
+            turns.append(_result(block.tool_use_id, content, names))
+        elif (text := block_text(block, here)) is not None:
+            texts.append(text)
+        else:
+            raise refused(block, here)
     flush()
     return turns or [{"role": message.role, "content": ""}]
 
 
-def _result(block: ContentBlock, where: str) -> str | list[ContentBlock]:
-    try:
-        return msgspec.convert(block.content or "", str | list[ContentBlock])
-    except msgspec.ValidationError:
-        raise RequestError(
-            f"{where} has a tool_result whose content is neither text nor blocks", param="messages"
-        ) from None
-
-
-def _text(content: str | Sequence[ContentBlock], where: str) -> str:
-    texts = []
-    for place, block in enumerate(_blocks(content)):
-        if block.type != "text" or block.text is None:
-            raise _refused(block, f"{where}.{place}")
-        texts.append(block.text)
-    return "\n".join(texts)
-
-
-def _blocks(content: str | Sequence[ContentBlock]) -> Sequence[ContentBlock]:
-    return [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
-
-
-def _refused(block: Any, where: str) -> RequestError:
-    known = "text, thinking, tool_use and tool_result, with their fields, where they belong"
-    return RequestError(
-        f"{where}: a block of type {block.type[:40]!r} is not supported here; what is: {known}",
-        param="messages",
-        code="unsupported_content",
-    )
+def _result(call_id: str, content: str, names: dict[str, str]) -> Turn:
+    turn: Turn = {"role": "tool", "tool_call_id": call_id, "content": content}
+    if call_id in names:
+        turn["name"] = names[call_id]
+    return turn

@@ -57,7 +57,7 @@ def running(state: ModelState) -> RunningModel:
         digest=_digest(info.fingerprint),
         details=_details(info),
         expires_at=_NEVER,
-        size_vram=0 if info.device.startswith("cpu") else size,
+        size_vram=0 if info.device.lower().startswith("cpu") else size,
         context_length=info.context_length,
     )
 

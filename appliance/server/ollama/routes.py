@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
-from appliance.server.conversation import Conversation
+from appliance.server.body import body_size
+from appliance.server.conversation import Conversation, conversation
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import checked_grammar, schema_form
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.server.ollama.lines import LineT
     from appliance.server.ollama.schema import OllamaRequest
-    from appliance.server.schema import Effort, SamplingFields
+    from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
 
 # Clients infer features from it, so it is the version of the implemented API.
@@ -83,12 +84,16 @@ def ollama_router(server: ServerState) -> APIRouter:
             if not turns:
                 line = ChatLine(model=body.model, created_at=now(), message=OllamaMessage())
                 return json_response(_loaded(line))
-            tools = tools_of(body.tools or ())
-            conversation = _conversation(state, body, partial(turns_of, turns), tools)
+            owner = key_name(request.scope)
+
+            def make() -> Conversation:
+                tools = tools_of(body.tools or ())
+                return _conversation(state, body, partial(turns_of, turns), tools)
+
             answer, exchange = await begin_chat(
                 state,
-                conversation,
-                key_name(request.scope),
+                await conversation(state, make, owner, body_size(request.scope)),
+                owner,
                 prefix="chat-",
                 request_id=request_id_of(request.scope),
             )
@@ -170,16 +175,9 @@ def _conversation(
         turns=turns,
         tools=tools,
         max_tokens=max_tokens,
-        options=_template_options(body.think),
+        options=template_options(body.think),
         form=_form(body),
     )
-
-
-def _template_options(think: bool | Effort | None) -> dict[str, Any]:
-    """Return template variables; the template's defaults cover the rest."""
-    if think is True:
-        return {"enable_thinking": True, "thinking": True}
-    return template_options("none" if think is False else think)
 
 
 async def _begin_text(
@@ -191,10 +189,10 @@ async def _begin_text(
         turns: list[Turn] = [{"role": "user", "content": prompt}]
         if body.system:
             turns.insert(0, {"role": "system", "content": body.system})
-        conversation = _conversation(state, body, lambda: turns, Tools())
+        chat = _conversation(state, body, lambda: turns, Tools())
         return await begin_chat(
             state,
-            replace(conversation, param="prompt"),
+            replace(chat, param="prompt", size=body_size(scope)),
             owner,
             prefix="generate-",
             request_id=request_id,
@@ -208,9 +206,9 @@ async def _begin_text(
     if body.suffix:
         if body.raw:
             raise RequestError("raw leaves out what suffix needs; leave one out", param="raw")
-        prompts, sampling.stop_token_ids = await fim_prompts(state, prompt, body.suffix)
+        prompts, sampling.stop_token_ids = await fim_prompts(state, prompt, body.suffix, owner)
     else:
-        prompts = await completion_prompts(state, prompt)
+        prompts = await completion_prompts(state, prompt, owner)
     return await submit(
         state,
         sampling,

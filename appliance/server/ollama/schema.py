@@ -8,21 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.sampling_params import MAX_STOP_STRINGS
-from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString, ToolName
+from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString
+from appliance.server.unsupported import NOTHING, Table, foreign
 
 # Without effect: the model stays loaded, and prompts are never cut.
 HARMLESS = {"keep_alive", "shift", "truncate"}
 HARMLESS_FOR_VECTORS = HARMLESS | {"options"}  # for sampling
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {"logprobs": _NOTHING, "top_logprobs": (None, 0)}
-UNSUPPORTED_GENERATE = UNSUPPORTED | {
-    "context": _NOTHING,
-    "height": (None, 0),
-    "images": _NOTHING,
-    "steps": (None, 0),
-    "template": _NOTHING,
-    "width": (None, 0),
-}
 
 
 # Some clients write 8192.0; as in Ollama, the fraction is dropped.
@@ -92,7 +83,7 @@ class OllamaTurn(msgspec.Struct, kw_only=True):
 class OllamaFunction(msgspec.Struct, kw_only=True):
     """Name, purpose and parameters of a tool."""
 
-    name: ToolName
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -141,3 +132,40 @@ class ShowRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str | None = None  # its older name
     verbose: bool | None = None
+
+
+_HERE = {
+    "limit": "options.num_predict",
+    "stop": "options.stop",
+    "format": "format",
+    "system": "messages, with a turn of the role system",
+    "conversation": "messages",
+    "past": "messages, with the whole conversation",
+    "thinking": "think",
+    "tools": "tools",
+    "repetition": "options.repeat_penalty",
+    **{name: f"options.{name}" for name in Options.__struct_fields__},
+}
+_OPTIONS: Table = {
+    f"options.{name}": instead
+    for name, instead in foreign({*Options.__struct_fields__, "options"}, _HERE).items()
+}
+_CHAT: Table = {"logprobs": NOTHING, "top_logprobs": (None, 0), "template": NOTHING}
+UNSUPPORTED: Table = (
+    _CHAT | foreign({*OllamaChatRequest.__struct_fields__, *_CHAT, *HARMLESS}, _HERE) | _OPTIONS
+)
+_GENERATE: Table = _CHAT | {
+    "context": NOTHING,
+    "height": (None, 0),
+    "images": NOTHING,
+    "steps": (None, 0),
+    "width": (None, 0),
+}
+UNSUPPORTED_GENERATE: Table = (
+    _GENERATE
+    | foreign(
+        {*GenerateRequest.__struct_fields__, *_GENERATE, *HARMLESS},
+        _HERE | {"system": "system", "conversation": "prompt"},
+    )
+    | _OPTIONS
+)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from appliance.server.ollama.schema import OllamaTool, OllamaTurn, Options
 
 
+MAX_NAME = 128  # characters of a tool's name; Ollama has no limit
+
+
 def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
     """Return the turns; calls and results without an id get one, in order.
 
@@ -103,7 +106,15 @@ def tools_of(tools: Sequence[OllamaTool]) -> Tools:
             )
         place = f"tools[{number}].function.parameters"
         function = tool.function
-        offers.append(Offer(function.name, function.parameters, place, function.description))
+        offers.append(
+            Offer(
+                function.name,
+                function.parameters,
+                place,
+                function.description,
+                max_name=MAX_NAME,
+            )
+        )
     return Tools.of(offers)
 
 

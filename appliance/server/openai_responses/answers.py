@@ -132,6 +132,13 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
 
 
+class ResponseInputTokens(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(msgspec.Struct, kw_only=True):
     """Answer of DELETE /v1/responses/{id}."""
 

@@ -45,6 +45,18 @@ class History:
     names: frozenset[str]
     before: StoredResponse
 
+    @property
+    def is_open(self) -> bool:
+        """True if its last item may be continued: a message that was cut, or has no status."""
+        if self.items:
+            return self.items[-1].status != "completed"
+        kept = self.before.response
+        return not kept or msgspec.json.decode(kept, type=_Status).status != "completed"
+
+
+class _Status(msgspec.Struct):
+    status: str
+
 
 class HistoryReader:
     """Reads the conversation of one request.
@@ -74,6 +86,11 @@ class HistoryReader:
                     param="previous_response_id",
                     code="previous_response_not_found",
                 ) from None
+
+    @property
+    def size(self) -> int:
+        """Bytes of what the request continues."""
+        return len(self._before.conversation)
 
     def read(self) -> History:
         """Return the conversation.

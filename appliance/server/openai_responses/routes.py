@@ -7,13 +7,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
 
 from appliance.errors import RequestError
-from appliance.server.conversation import Conversation
+from appliance.server.body import body_size
+from appliance.server.conversation import Conversation, conversation
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
-from appliance.server.openai_responses.answers import DeletedResponse, InputItems, ResponseObject
+from appliance.server.openai_responses.answers import (
+    DeletedResponse,
+    InputItems,
+    ResponseInputTokens,
+    ResponseObject,
+)
 from appliance.server.openai_responses.frames import response_frames
 from appliance.server.openai_responses.history import HistoryReader
 from appliance.server.openai_responses.responding import Responding
@@ -21,7 +28,7 @@ from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, Resp
 from appliance.server.openai_responses.store import ResponseStore, names_of, raw_items_of
 from appliance.server.openai_responses.turns import tools_of, turns_of
 from appliance.server.openapi import describes
-from appliance.server.prompt import off_loop
+from appliance.server.prompt import chat_prompt
 from appliance.server.request_middleware import key_name
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
     from appliance.grammar import Grammar
+    from appliance.server.model_state import ModelState
     from appliance.server.openai_responses.history import History
     from appliance.server.openai_responses.schema import TextConfig
     from appliance.server.state import ServerState
@@ -50,9 +58,7 @@ def responses_router(server: ServerState) -> APIRouter:
         )
         _check(body)
         owner = key_name(request.scope)
-        reader = HistoryReader(store, owner, body, max_bytes=server.config.max_body_bytes)
-        history = await off_loop(state, reader.read)
-        chat = _conversation(body, history)
+        chat, history = await _chat(server, state, store, body, owner, body_size(request.scope))
 
         async def respond() -> Response:
             answer, exchange = await begin_chat(
@@ -64,6 +70,22 @@ def responses_router(server: ServerState) -> APIRouter:
             return await whole_response(request, answer, partial(responding.whole, answer))
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))
+
+    counted = describes(ResponsesRequest, ResponseInputTokens)
+
+    @router.post("/v1/responses/input_tokens", **counted)
+    async def input_tokens(request: Request) -> Response:
+        """Count the tokens of the prompt that this input makes."""
+        state, body = await take_body(server, request, ResponsesRequest, UNSUPPORTED, HARMLESS)
+        owner = key_name(request.scope)
+        chat, _ = await _chat(server, state, store, body, owner, body_size(request.scope))
+        prompt = await chat_prompt(state, chat, owner)
+        return json_response(ResponseInputTokens(input_tokens=len(prompt.ids)))
+
+    @router.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        """Compacting is OpenAI's own; say that it is missing, not that its method is wrong."""
+        raise HTTPException(404)
 
     @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
     async def response(request: Request) -> Response:
@@ -104,6 +126,22 @@ def _check(body: ResponsesRequest) -> None:
         )
 
 
+async def _chat(
+    server: ServerState,
+    state: ModelState,
+    store: ResponseStore,
+    body: ResponsesRequest,
+    owner: str,
+    size: int,
+) -> tuple[Conversation, History]:
+    """Make the conversation of a request of `size` bytes, and what it continues."""
+    reader = HistoryReader(store, owner, body, max_bytes=server.config.max_body_bytes)
+    size += reader.size
+    history = await state.texts.run(reader.read, owner=owner, size=size)
+    make = partial(_conversation, body, history)
+    return await conversation(state, make, owner, size), history
+
+
 def _conversation(body: ResponsesRequest, history: History) -> Conversation:
     return Conversation(
         sampling=SamplingFields(
@@ -119,6 +157,7 @@ def _conversation(body: ResponsesRequest, history: History) -> Conversation:
         options=template_options(None if body.reasoning is None else body.reasoning.effort),
         form=_form(body.text),
         param="input",
+        continues=None if history.is_open else False,
     )
 
 

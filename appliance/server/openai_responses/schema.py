@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from appliance.engine.sampling_params import MAX_LOGPROBS
 from appliance.server.schema import Count, Effort
+from appliance.server.unsupported import NOTHING, Table, foreign
 
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Accepted without effect: prompts are never cut, and no tool runs here.
 HARMLESS = {
     "client_metadata",
@@ -22,13 +22,7 @@ HARMLESS = {
     "service_tier",
     "stream_options",
     "user",
-}
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": _NOTHING,
-    "context_management": _NOTHING,
-    "conversation": _NOTHING,
-    "moderation": _NOTHING,
-    "prompt": _NOTHING,
+    "verbosity",
 }
 ENCRYPTED = "reasoning.encrypted_content"  # in `include`
 LOGPROBS = "message.output_text.logprobs"
@@ -108,7 +102,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/responses."""
 
-    input: str | list[Item]
+    input: str | list[Item] | None = None  # needed, unless a kept response goes before
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -132,3 +126,24 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         """Alternatives per token; None reports nothing."""
         wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return self.top_logprobs or 0 if wanted else None
+
+
+_UNSUPPORTED: Table = {
+    "background": NOTHING,
+    "context_management": NOTHING,
+    "conversation": NOTHING,
+    "moderation": NOTHING,
+    "prompt": NOTHING,
+}
+UNSUPPORTED: Table = _UNSUPPORTED | foreign(
+    {*ResponsesRequest.__struct_fields__, *_UNSUPPORTED, *HARMLESS},
+    {
+        "limit": "max_output_tokens",
+        "format": "text.format",
+        "system": "instructions",
+        "conversation": "input",
+        "thinking": "reasoning.effort",
+        "logprobs": "include, with message.output_text.logprobs",
+        "tools": "tools",
+    },
+)

@@ -11,7 +11,7 @@ from appliance.errors import RequestError
 from appliance.log import RepeatedWarningFilter
 from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
-from appliance.server.tools import Offer, Tools, allowed
+from appliance.server.tools import MAX_NAME, Offer, Tools, allowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +25,10 @@ logger.addFilter(RepeatedWarningFilter(3600.0))
 _decode = msgspec.json.Decoder(list[Item]).decode
 
 
-def items_of(given: str | list[Item]) -> list[Item]:
+def items_of(given: str | list[Item] | None) -> list[Item]:
     """Return an input's items, each with its type."""
+    if given is None:
+        return []
     if isinstance(given, str):
         return [
             Item(type="message", role="user", content=[InputPart(type="input_text", text=given)])
@@ -182,6 +184,7 @@ def _offers(tools: Sequence[ResponsesTool], where: str, namespace: str | None) -
                     f"{place}.parameters",
                     tool.description,
                     bool(tool.strict),
+                    max_name=MAX_NAME + len(name) - len(tool.name or ""),
                 )
             )
         else:

@@ -115,7 +115,9 @@ async def begin_embedding(state: ModelState, wanted: EmbeddingOptions) -> Readin
             f"dimensions is {wanted.dimensions}; this model's vectors have {info.hidden_size}",
             param="dimensions",
         )
-    prompts = await completion_prompts(state, wanted.inputs, param=wanted.param, most=MAX_INPUTS)
+    prompts = await completion_prompts(
+        state, wanted.inputs, key_name(wanted.scope), param=wanted.param, most=MAX_INPUTS
+    )
     dimensions = wanted.dimensions or info.hidden_size
     check_vectors(len(prompts), dimensions, wanted.bytes_per_value, param=wanted.param)
     return begin_reading(state, wanted.terms, wanted.scope, prompts, wanted.param, recipe.pooling)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.request import Pooling
 from appliance.errors import ChatTemplateError, RequestError
-from appliance.server.prompt import off_loop
+from appliance.server.request_middleware import key_name
 from appliance.server.retrieval.embedding import (
     MAX_INPUTS,
     EmbeddingOptions,
@@ -86,8 +86,11 @@ async def begin_judging(
         return await _compare(state, fields, scope, pairs, instruction, param)
     if instruction is not None and not (recipe.instruction or "{instruction}" in recipe.template):
         raise RequestError("this reranker takes no instruction", param="instruction")
+    owner, size = key_name(scope), sum(len(one) + len(other) for one, other in pairs)
     if recipe.by_head:
-        encoded = await off_loop(state, lambda: [tokenizer.encode_pair(*pair) for pair in pairs])
+        encoded = await state.texts.run(
+            lambda: [tokenizer.encode_pair(*pair) for pair in pairs], owner=owner, size=size
+        )
         prompts, second_texts = [ids for ids, _ in encoded], [place for _, place in encoded]
         readings = begin_reading(
             *(state, fields, scope, prompts, param, Pooling.CLS), second_texts=second_texts
@@ -97,8 +100,10 @@ async def begin_judging(
         )
     labels = _labels(tokenizer, recipe)
     wanted = recipe.instruction if instruction is None else instruction
-    prompts = await off_loop(
-        state, lambda: [_prompt(tokenizer, recipe, wanted, *pair) for pair in pairs]
+    prompts = await state.texts.run(
+        lambda: [_prompt(tokenizer, recipe, wanted, *pair) for pair in pairs],
+        owner=owner,
+        size=size,
     )
     readings = begin_reading(state, fields, scope, prompts, param, Pooling.LAST, labels)
     said = " against ".join(repr(tokenizer.token_text(label)) for label in labels)

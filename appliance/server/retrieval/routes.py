@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.answer_size import BASE64_BYTES, FLOAT_BYTES
+from appliance.server.body import body_size
 from appliance.server.client_gone import unless_disconnected
 from appliance.server.errors import json_response
 from appliance.server.intake import take_body
@@ -136,7 +137,8 @@ def retrieval_router(server: ServerState) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a chat."""
         state, body = await take_body(server, request, TokenizeRequest, TOKENS, HARMLESS)
-        return json_response(await tokenized(state, body, key_name(request.scope)))
+        owner, size = key_name(request.scope), body_size(request.scope)
+        return json_response(await tokenized(state, body, owner, size))
 
     @router.get("/tokenizer_info", **describes(None, TokenizerInfo))
     async def info() -> Response:
@@ -147,7 +149,7 @@ def retrieval_router(server: ServerState) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids, control tokens included."""
         state, body = await take_body(server, request, DetokenizeRequest, {}, set())
-        return json_response(await detokenized(state, body))
+        return json_response(await detokenized(state, body, key_name(request.scope)))
 
     return router
 

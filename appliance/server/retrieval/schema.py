@@ -8,27 +8,26 @@ import msgspec
 from msgspec import Meta
 
 from appliance.server.schema import MAX_TOKENS, Message, Prompt, TermsFields, TokenId, Tool
+from appliance.server.unsupported import NOTHING, Table
 
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Without effect: texts are never cut.
-_CUTTING: dict[str, tuple[Any, ...]] = {
+_CUTTING: Table = {
     "max_chunks_per_doc": (None,),
     "max_tokens_per_doc": (None,),
-    "truncate": (*_NOTHING, "NONE"),
+    "truncate": (*NOTHING, "NONE"),
     "truncate_prompt_tokens": (None, -1),
 }
-EMBEDDINGS = _CUTTING | {
+EMBEDDINGS: Table = _CUTTING | {
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
-    "messages": _NOTHING,
+    "messages": NOTHING,
     "embedding_types": (None, [], ["float"]),
-    "prompt_embeds": _NOTHING,
+    "prompt_embeds": NOTHING,
 }
-RELEVANCE = _CUTTING | {"rank_fields": _NOTHING, "mm_processor_kwargs": _NOTHING}
-TOKENS: dict[str, tuple[Any, ...]] = {
-    "chat_template": _NOTHING,
-    "continue_final_message": _NOTHING,
-    "mm_processor_kwargs": _NOTHING,
+RELEVANCE: Table = _CUTTING | {"rank_fields": NOTHING, "mm_processor_kwargs": NOTHING}
+TOKENS: Table = {
+    "chat_template": NOTHING,
+    "mm_processor_kwargs": NOTHING,
 }
 HARMLESS = {"add_special_tokens", "input_type", "use_activation"}
 
@@ -80,6 +79,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

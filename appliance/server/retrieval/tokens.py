@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
-from appliance.server.prompt import chat_prompt, off_loop
+from appliance.server.prompt import chat_prompt
 from appliance.server.retrieval.answers import Detokenized, Tokenized, TokenizerInfo
 from appliance.server.schema import ChatRequest
-from appliance.server.terms import salt_of
 from appliance.server.thinking import template_options
-from appliance.server.turns import tools_of, turns_of
+from appliance.server.turns import ending_of, tools_of, turns_of
 
 if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.server.retrieval.schema import DetokenizeRequest, TokenizeRequest
 
 
-async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tokenized:
-    """Tokenize a prompt or a chat.
+async def tokenized(state: ModelState, body: TokenizeRequest, owner: str, size: int) -> Tokenized:
+    """Tokenize a prompt or a chat of `size` bytes.
 
     Raises:
         RequestError: the body has neither, or both.
@@ -32,7 +31,7 @@ async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tok
     if body.prompt is not None:
         add = body.add_special_tokens is not False
         encode = partial(tokenizer.encode, body.prompt, add_special_tokens=add)
-        ids = await off_loop(state, encode)
+        ids = await state.texts.run(encode, owner=owner, size=len(body.prompt))
     else:
         if body.add_special_tokens:
             raise RequestError(
@@ -40,25 +39,30 @@ async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tok
                 "add_special_tokens out",
                 param="add_special_tokens",
             )
-        ids = await _chat_ids(state, body, owner)
+        ids = await _chat_ids(state, body, owner, size)
     strings = None
     if body.return_token_strs:
-        strings = await off_loop(state, lambda: list(map(tokenizer.token_text, ids)))
+        strings = await state.texts.run(
+            lambda: list(map(tokenizer.token_text, ids)), owner=owner, size=len(ids)
+        )
     return Tokenized(
         count=len(ids), max_model_len=info.context_length, tokens=ids, token_strs=strings
     )
 
 
-async def _chat_ids(state: ModelState, body: TokenizeRequest, owner: str) -> list[int]:
+async def _chat_ids(state: ModelState, body: TokenizeRequest, owner: str, size: int) -> list[int]:
     chat = ChatRequest(messages=body.messages or [], tools=body.tools)
+    begins_answer, continues = ending_of(body)
     conversation = Conversation(
         sampling=chat,
         turns=partial(turns_of, chat.messages),
         tools=tools_of(chat),
         options=template_options(None, body.chat_template_kwargs),
-        begins_answer=body.add_generation_prompt is not False,
+        begins_answer=begins_answer,
+        continues=continues,
+        size=size,
     )
-    return (await chat_prompt(state, conversation, salt_of(state, chat, owner))).ids
+    return (await chat_prompt(state, conversation, owner)).ids
 
 
 def tokenizer_info(state: ModelState) -> TokenizerInfo:
@@ -75,7 +79,7 @@ def tokenizer_info(state: ModelState) -> TokenizerInfo:
     )
 
 
-async def detokenized(state: ModelState, body: DetokenizeRequest) -> Detokenized:
+async def detokenized(state: ModelState, body: DetokenizeRequest, owner: str) -> Detokenized:
     """Decode token ids.
 
     Raises:
@@ -89,4 +93,4 @@ async def detokenized(state: ModelState, body: DetokenizeRequest) -> Detokenized
             param="tokens",
         )
     decode = partial(tokenizer.decode, body.tokens, with_control=True)
-    return Detokenized(await off_loop(state, decode))
+    return Detokenized(await state.texts.run(decode, owner=owner, size=len(body.tokens)))

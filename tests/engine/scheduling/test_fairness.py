@@ -94,6 +94,51 @@ def test_a_short_prompt_of_one_owner_passes_the_long_one_of_another() -> None:
     assert both.run_until("long") <= 3200 // 64 + 1, "and the long one loses no more than that"
 
 
+def test_a_short_prompt_passes_the_long_one_of_its_own_owner() -> None:
+    room = house()
+    room.add("long", 3200)
+    room.step()
+    room.add("short", 32)
+    assert room.run_until("short") == 1, "half of the rows of a step are enough for it"
+    assert room.run_until("long") <= 3200 // 64 + 1, "and the long one loses no more than that"
+
+
+def test_short_prompts_pass_those_that_wait_for_a_long_one() -> None:
+    room = house()
+    for name in ("long", "next", "last"):
+        room.add(name, 1600)
+    room.step()
+    room.add("short", 30)
+    assert room.run_until("short") == 1
+    assert "next" not in room.started, "equally long ones are read one after the other"
+    room.run_until("last")
+    assert [room.ended[name] for name in ("long", "next", "last")] == [25, 50, 75]
+
+
+def test_however_many_short_prompts_come_a_long_one_keeps_half_of_the_rows() -> None:
+    room = house(seqs=8)
+    room.add("long", 1600)
+    for number in range(200):
+        room.add(f"short {number}", 32)
+        room.step()
+        if "long" in room.ended:
+            break
+    assert room.ended["long"] <= 2 * 1600 // 64 + 1
+    assert len(room.ended) > room.ended["long"] // 2, "the short ones go on beside it"
+
+
+def test_a_long_prompt_that_waits_starts_however_many_short_ones_come() -> None:
+    room = house(seqs=2)
+    for name in ("first", "second"):
+        room.add(name, 640)
+    for number in range(200):
+        room.add(f"short {number}", 32)
+        room.step()
+        if "second" in room.ended:
+            break
+    assert room.ended["second"] <= 2 * (640 + 640) // 64 + 8
+
+
 def test_prompts_of_two_owners_that_both_want_all_get_the_same() -> None:
     room = house()
     for name in "ab":

@@ -242,6 +242,122 @@ async def test_what_the_template_gets(
     assert plain == {"enable_thinking": False, "thinking": False}
 
 
+async def test_blocks_of_every_kind_in_a_history(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block as the client's own types have it, checked by them."""
+    seen: list[Any] = []
+    encode_chat = Tokenizer.encode_chat
+
+    def noted(self: Tokenizer, messages: Any, **options: Any) -> list[int]:
+        seen.append(messages)
+        return encode_chat(self, messages, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", noted)
+    searched = {
+        "type": "web_search_result", "url": "https://a.example", "title": "Rain",
+        "encrypted_content": "opaque", "page_age": None,
+    }  # fmt: skip
+    ran = {
+        "type": "code_execution_result", "stdout": "42", "stderr": "", "return_code": 0,
+        "content": [],
+    }  # fmt: skip
+    messages: Any = [
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "document", "title": "Weather", "context": "Of today.",
+                    "source": {"type": "text", "media_type": "text/plain", "data": "It rains."},
+                    "citations": {"enabled": False},
+                },
+                {
+                    "type": "document",
+                    "source": {"type": "content", "content": [{"type": "text", "text": "Wet."}]},
+                },
+                {
+                    "type": "search_result", "source": "https://b.example", "title": "Found",
+                    "content": [{"type": "text", "text": "A line."}],
+                },
+                {"type": "text", "text": "Rain?"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "text", "text": "I search."},
+                {
+                    "type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search",
+                    "input": {"query": "rain"},
+                },
+                {
+                    "type": "web_search_tool_result", "tool_use_id": "srvtoolu_1",
+                    "content": [searched],
+                },
+                {
+                    "type": "server_tool_use", "id": "srvtoolu_2", "name": "code_execution",
+                    "input": {"code": "6 * 7"},
+                },
+                {
+                    "type": "code_execution_tool_result", "tool_use_id": "srvtoolu_2",
+                    "content": ran,
+                },
+                {"type": "text", "text": "It rains.", "citations": None},
+                {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result", "tool_use_id": "toolu_1",
+                    "content": [
+                        {
+                            "type": "search_result", "source": "c", "title": "T",
+                            "content": [{"type": "text", "text": "In a result."}],
+                        }
+                    ],
+                }
+            ],
+        },
+    ]  # fmt: skip
+    import pydantic
+    from anthropic.types import MessageParam
+
+    pydantic.TypeAdapter(list[MessageParam]).validate_python(messages)
+    async with (
+        serve(tokenizer=tokenizer, max_model_len=4096) as running,
+        client_of(running) as client,
+    ):
+        counted = await client.messages.count_tokens(model="echo", messages=messages)
+        answer = await client.messages.create(model="echo", max_tokens=1, messages=messages)
+        assert counted.input_tokens == answer.usage.input_tokens
+        document = messages[0]["content"][0]
+        for wrong, match in (
+            ({**document, "citations": {"enabled": True}}, "citations"),
+            ({**document, "source": {"type": "base64", "data": "AAAA"}}, "base64"),
+            ({**document, "source": {"type": "url", "url": "x"}}, "url"),
+            ({"type": "container_upload", "file_id": "x"}, "container_upload"),
+        ):
+            bad: Any = [{"role": "user", "content": [wrong]}]
+            with pytest.raises(anthropic.BadRequestError, match=match):
+                await client.messages.create(model="echo", max_tokens=1, messages=bad)
+    turns = seen[0]
+    assert [turn["role"] for turn in turns] == [
+        "user", "assistant", "tool", "assistant", "tool", "assistant", "tool",
+    ]  # fmt: skip
+    for text in ("Weather", "Of today.", "It rains.", "Wet.", "https://b.example", "A line."):
+        assert text in turns[0]["content"]
+    assert turns[1]["tool_calls"][0]["function"]["name"] == "web_search"
+    assert (turns[2]["tool_call_id"], turns[2]["name"]) == ("srvtoolu_1", "web_search")
+    assert "https://a.example" in turns[2]["content"]
+    assert "opaque" not in turns[2]["content"]
+    assert json.loads(turns[4]["content"])["stdout"] == "42"
+    assert turns[5]["content"] == "It rains."
+    assert "In a result." in turns[6]["content"]
+
+
 async def test_choices_of_tools(serve: Serve, tokenizer: Tokenizer) -> None:
     async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
         asked: dict[str, Any] = {"model": "echo", "max_tokens": 300, "tools": [WEATHER]}
@@ -311,11 +427,11 @@ async def test_errors_have_the_shape_of_the_protocol(serve: Serve) -> None:
             search: Any = {"type": "web_search_20250305", "name": "web_search"}
             with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
                 await create(model="echo", max_tokens=9, messages=user("hi"), tools=[search])
-            with pytest.raises(anthropic.BadRequestError, match="assistant"):
+            with pytest.raises(anthropic.BadRequestError, match="white space"):
                 await create(
                     model="echo",
                     max_tokens=9,
-                    messages=[*user("hi"), {"role": "assistant", "content": "Once"}],
+                    messages=[*user("hi"), {"role": "assistant", "content": "Once "}],
                 )
             lacking = await running.http.post(
                 "/v1/messages",

@@ -247,6 +247,7 @@ async def test_what_is_said_of_the_model(serve: Serve) -> None:
         (loaded,) = (await client.ps()).models
         assert (loaded.model, loaded.digest) == (model.model, model.digest)
         assert loaded.context_length == 512
+        assert loaded.size_vram == 0, "`ollama ps` prints the share of a GPU from it"
         shown = await client.show("echo:latest")
         assert shown.capabilities == ["completion", "tools"]
         assert shown.modelinfo is not None

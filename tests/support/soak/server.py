@@ -56,12 +56,8 @@ class Server:
         lines = re.findall(r"^([^#\s]\S*) (\S+)$", reply.body.decode(), re.M)
         return {name: float(value) for name, value in lines}
 
-    async def check(self) -> None:
-        """Wait until nothing is in work, and see that nothing leaked and nothing was restarted.
-
-        Raises:
-            SoakError: it did.
-        """
+    async def rest(self) -> dict[str, float]:
+        """Wait until nothing is in work and no block is held; return the metrics then."""
         found: dict[str, float] = {}
 
         async def rests() -> bool:
@@ -74,6 +70,15 @@ class Server:
             )
 
         await until(rests, lambda: f"something is still in work: {found}")
+        return found
+
+    async def check(self) -> None:
+        """Wait until nothing is in work, and see that nothing leaked and nothing was restarted.
+
+        Raises:
+            SoakError: it did.
+        """
+        found = await self.rest()
         restarts = sum(v for n, v in found.items() if n.startswith("appliance_engine_restarts"))
         if restarts:
             raise SoakError(f"the engine was restarted {restarts:.0f} times")

@@ -33,29 +33,40 @@ def echo_server(folder: Path, knobs: str = "", **environment: str) -> Iterator[S
     save_byte_tokenizer(folder)
     program, worker = TESTS / "server/serve_echo.py", TESTS / "support/echo_worker.py"
     command = [sys.executable, str(program), str(folder), str(worker), "0", knobs]
-    with _started(command, folder, r"^ready (\S+)", environment) as server:
+    with started(command, folder, r"^ready (\S+)", environment) as server:
         yield server
 
 
 @contextmanager
-def model_server(folder: Path, model: Path, **environment: str) -> Iterator[Server]:
+def model_server(
+    folder: Path, model: Path, *arguments: str, **environment: str
+) -> Iterator[Server]:
     """`appliance serve`, as a person starts it.
 
     Args:
         folder: for its log.
         model: file or folder.
+        arguments: further ones.
         environment: settings, and what else its processes see.
     """
     command = [sys.executable, "-P", "-m", "appliance", "serve", str(model), "--port", "0"]
     ready = r"endpoint\s+(http://\S+)/v1"
-    with _started([*command, "--kv-disk", "off"], folder, ready, environment) as server:
+    environment = {"APPLIANCE_KV_DISK": "off"} | environment
+    with started([*command, *arguments], folder, ready, environment) as server:
         yield server
 
 
 @contextmanager
-def _started(
+def started(
     command: list[str], folder: Path, ready: str, environment: dict[str, str]
 ) -> Iterator[Server]:
+    """A server by its command, which may have ended when it is done with.
+
+    Args:
+        folder: for its log.
+        ready: pattern of the line that says its URL.
+        environment: settings, and what else its processes see.
+    """
     log = folder / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(

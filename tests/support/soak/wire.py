@@ -66,18 +66,21 @@ class Connection:
         Raises:
             ConnectionError: there is no reply.
         """
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(content)}\r\n\r\n"
-        ).encode()
         was_open = self._streams is not None
         try:
-            return await self._exchange(head + content)
+            return await self._exchange(_head(method, path, content) + content)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.close()
             if not was_open:
                 raise ConnectionError("the server closed the connection") from None
-        return await self._exchange(head + content)
+        return await self._exchange(_head(method, path, content) + content)
+
+    async def begin(self, method: str, path: str, content: bytes, *, whole: bool = True) -> None:
+        """Send a request, or its first half, and read nothing."""
+        _, writer = await self.open()
+        writer.write(_head(method, path, content))
+        writer.write(content if whole else content[: len(content) // 2])
+        await writer.drain()
 
     async def _exchange(self, request: bytes) -> Reply:
         reader, writer = await self.open()
@@ -95,6 +98,13 @@ class Connection:
         if headers.get("connection") == "close":
             self.close()
         return Reply(int(status.split()[1]), body, first - begin)
+
+
+def _head(method: str, path: str, content: bytes) -> bytes:
+    return (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    ).encode()
 
 
 async def _chunks(reader: asyncio.StreamReader) -> tuple[bytes, float]:
