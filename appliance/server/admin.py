@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,8 @@ from appliance.server.stream import EventStream
 from appliance.server.watcher import Watcher
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from appliance.server.block_feed import BlockFeed
     from appliance.server.state import ServerState
 
@@ -53,14 +56,11 @@ def admin_router(server: ServerState) -> APIRouter:
     @router.get("/admin/v1/events", **describes(None, None, media_types=("text/event-stream",)))
     async def events(request: Request) -> Response:
         feed = await asyncio.to_thread(_new_feed)
-        if len(watchers) >= MAX_WATCHERS:
-            raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
         replica = _replica(request.query_params.get("replica", "0"))
         watcher = Watcher(server, feed, key_name(request.scope), replica)
-        watchers.add(watcher)
         return EventStream(
             watcher.frames(),
-            on_close=lambda: watchers.discard(watcher),
+            holds=_counted(watchers, watcher),
             gzip=accepts_gzip(request.headers.get("accept-encoding", "")),
         )
 
@@ -121,6 +121,18 @@ def admin_router(server: ServerState) -> APIRouter:
         return Response(content, media_type="application/json")
 
     return router
+
+
+@contextmanager
+def _counted(watchers: set[Watcher], watcher: Watcher) -> Iterator[None]:
+    """Count a dashboard while it watches, or raise QueueFullError."""
+    if len(watchers) >= MAX_WATCHERS:
+        raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
+    watchers.add(watcher)
+    try:
+        yield
+    finally:
+        watchers.discard(watcher)
 
 
 def accepts_gzip(header: str) -> bool:

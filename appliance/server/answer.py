@@ -6,14 +6,14 @@ Knows no wire format.
 from __future__ import annotations
 
 import logging
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
 from appliance.best_of import best
 from appliance.engine.request import FinishReason
-from appliance.errors import ApplianceError, EngineDiedError, QueueTimeoutError
+from appliance.errors import EngineDiedError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.answer_choice import AnswerChoice
 from appliance.server.merged import merged
@@ -23,6 +23,7 @@ from appliance.server.responses import CompletionTokensDetails, PromptTokensDeta
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+    from typing import Self
 
     from appliance.engine.messages import SequenceDelta, TokenLogprobs
     from appliance.engine.process.generation import Generation
@@ -37,19 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 class Answer:
-    """The answers to one or several prompts; submits the requests on construction.
+    """The answers to one or several prompts, read inside `with`.
 
-    Numbers choices prompt by prompt. Its pieces include candidates of best_of. Always close it:
-    that aborts running requests.
+    It holds nothing before and after: entering submits the requests, leaving aborts those that
+    still run. So no failure on the way to the client leaves one open.
+    Numbers choices prompt by prompt. Its pieces include candidates of best_of.
 
     Args:
         reading: splits the text; None keeps it whole.
         request_id: id of the HTTP request, for the log.
-
-    Raises:
-        EngineUnavailableError: the engine is not ready.
-        QuarantinedError: a request has killed engines.
-        RateLimitError: the API key has used up its limit.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Answer:
         *,
         request_id: str = "",
     ) -> None:
-        info, tokenizer = state.serving()
+        info, _ = state.serving()
         sampling = requests[0].sampling
         self._state = state
         self._requests = requests
@@ -72,20 +69,47 @@ class Answer:
         self._name = requests[0].request_id
         self._request_id = request_id
         self._owner = requests[0].owner
-        self._use = state.use.begin(self._owner, self.prompt_tokens)
-        self._timer = RequestTimer(state.metrics)
         self.scores_prompts = sampling.prompt_logprobs is not None
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
-        for request in requests:
-            state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
+        self.completion_tokens = 0
+        self._cached_tokens = [0] * len(requests)
+        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
+        self._choices: list[AnswerChoice] = []
         self._generations: list[Generation] = []
-        self._begin(tokenizer)
+        self._running = ExitStack()  # closes the generations
+
+    def __enter__(self) -> Self:
+        """Submit the requests.
+
+        Raises:
+            EngineUnavailableError: the engine is not ready.
+            QuarantinedError: a request has killed engines.
+            QueueFullError: too many requests wait.
+            RateLimitError: the API key has used up its limit.
+        """
+        state = self._state
+        _, tokenizer = state.serving()
+        state.queue.check(self._owner, len(self._requests), self.prompt_tokens)
+        with ExitStack() as undo:
+            self._use = state.use.begin(self._owner, self.prompt_tokens)
+            undo.callback(self._use.end)
+            self._timer = RequestTimer(state.metrics)
+            undo.callback(self._end)
+            undo.callback(self._running.close)
+            for request in self._requests:
+                state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
+            self._begin(tokenizer)
+            self._held = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     def _begin(self, tokenizer: Tokenizer) -> None:
         sampling, reading = self._sampling, self._reading
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(self._requests)
-        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
+        self.prompt_logprobs = [[] for _ in self._requests]
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
             AnswerChoice(
@@ -97,17 +121,14 @@ class Answer:
             for number in range(self.num_choices)
         ]
         self._generations.clear()
-        try:
-            for request in self._requests:
-                self._generations.append(self._state.engine.generate(request))
-        except ApplianceError:
-            self.close()
-            raise
+        for request in self._requests:
+            generation = self._state.engine.generate(request)
+            self._running.callback(generation.close)
+            self._generations.append(generation)
 
     async def _begin_again(self) -> None:
         """Submit everything again after the engine died, unless a piece was sent."""
-        for generation in self._generations:
-            generation.close()
+        self._running.close()
         await self._state.engine.ready()
         logger.warning("%s is begun again, since the engine died", self._name)
         self._begin(self._state.serving()[1])
@@ -171,12 +192,12 @@ class Answer:
                 yield pieces
 
     async def _pieces(self) -> AsyncGenerator[list[Piece], None]:
+        assert self._generations, "an answer is read inside `with`"
         try:
             if len(self._generations) > 1:
-                async with aclosing(merged(self._generations, MAX_TURN)) as deltas:
-                    async for prompt, delta in deltas:
-                        if pieces := self._take(prompt, delta):
-                            yield pieces
+                async for prompt, delta in merged(self._generations):
+                    if pieces := self._take(prompt, delta):
+                        yield pieces
                 return
             (generation,) = self._generations
             async for delta in generation:
@@ -231,11 +252,8 @@ class Answer:
             for place in best(likelihoods[first : first + per_prompt], sampling.n)
         ]
 
-    def close(self) -> None:
-        for generation in self._generations:
-            generation.close()
-        self._use.end()
-        complete = all(choice.ended for choice in self._choices)
+    def _end(self) -> None:
+        complete = bool(self._choices) and all(choice.ended for choice in self._choices)
         self._timer.end(complete=complete)
         logger.info(
             "%s: %s, %d prompt tokens (%d cached), %d generated",

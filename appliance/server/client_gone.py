@@ -25,15 +25,18 @@ async def guarded(
     work: Coroutine[Any, Any, ResultT], *guards: Coroutine[Any, Any, NoReturn]
 ) -> ResultT:
     """Return the result of work, unless a guard raises first."""
-    task = asyncio.ensure_future(work)
-    watches = [asyncio.ensure_future(guard) for guard in guards]
+    tasks: list[asyncio.Task[Any]] = []
     try:
-        done, _ = await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task in done else await done.pop()
+        for one in (work, *guards):
+            tasks.append(asyncio.ensure_future(one))
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        first = tasks[0] if tasks[0] in done else done.pop()
+        result: ResultT = first.result()  # a guard has none: it raises
+        return result
     finally:
-        for one in (task, *watches):
-            one.cancel()
-        await asyncio.gather(task, *watches, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def disconnect(receive: Receive) -> NoReturn:

@@ -118,14 +118,14 @@ async def _late_frames(
 async def begin_chat(
     state: ModelState, chat: Conversation, owner: str, *, prefix: str, request_id: str
 ) -> tuple[Answer, Exchange]:
-    """Submit a chat to the engine; always close the answer.
+    """Prepare the answer to a chat, which is submitted once it is entered.
 
     Args:
         owner: name of the request's API key.
         prefix: beginning of the answer's id.
 
     Raises:
-        RequestError: the chat needs something unsupported, or the queue is full.
+        RequestError: the chat needs something unsupported.
         ChatTemplateError: there is no template, or it does not render these messages.
         EngineUnavailableError: no model is loaded.
     """
@@ -165,7 +165,7 @@ async def submit(
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
 ) -> tuple[Answer, Exchange]:
-    """Check lengths and queue, then submit one request per prompt.
+    """Check lengths and prepare one request per prompt.
 
     Args:
         max_tokens: limit of each answer; None for `default`, `NO_LIMIT` for the remaining context.
@@ -203,8 +203,6 @@ async def submit(
     if (scored := body.prompt_logprobs) is not None:
         check_scores(len(prompts), body.n or 1, max(map(len, prompts)), scored)
     requests = await prepare_beams(state, requests)
-    tokens = sum(len(one.prompt_token_ids) for one in requests)
-    state.queue.check(owner, len(requests), tokens)
     return Answer(state, requests, reading, request_id=request_id), exchange
 
 
@@ -212,12 +210,10 @@ async def whole_response(
     request: Request, answer: Answer, build: Callable[[list[FinishedChoice]], msgspec.Struct]
 ) -> Response:
     """Build an unstreamed response, unless the client disconnects."""
-    try:
+    with answer:
         wholes = await unless_disconnected(request.receive, answer.whole())
         reports = [*(whole.tokens for whole in wholes), *answer.prompt_logprobs]
         logprobs = sum(1 + len(token.top) for tokens in reports for token in tokens)
         if logprobs > OFF_LOOP_LOGPROBS:
             return await asyncio.to_thread(lambda: json_response(build(wholes)))
         return json_response(build(wholes))
-    finally:
-        answer.close()

@@ -83,9 +83,9 @@ class KeyUse:
             raise RateLimitError(f"this API key may use {allowed} a minute", seconds)
         if holder.requests is not None:
             holder.requests.take(1)
-        use = Use(holder)
-        use.take(num_tokens)
-        return use
+        if holder.tokens is not None:
+            holder.tokens.take(num_tokens)
+        return Use(holder)
 
     def _holder(self, name: str) -> _Holder:
         """Return a key's holder; with full buckets if its limits changed."""

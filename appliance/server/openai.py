@@ -53,7 +53,7 @@ def openai_router(server: ServerState) -> APIRouter:
             )
             if body.stream:
                 frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
-                return EventStream(frames, on_close=answer.close)
+                return EventStream(frames, holds=answer)
             return await whole_response(request, answer, partial(whole_chat, exchange, answer))
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))
@@ -132,7 +132,7 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
     if body.stream:
         usage = StreamUsage.of(body, state.config)
         frames = completion_frames(exchange, answer, usage=usage, echo=echo)
-        return EventStream(frames, on_close=answer.close)
+        return EventStream(frames, holds=answer)
     return await whole_response(
         request, answer, partial(whole_completion, exchange, answer, echo=echo)
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 async def answer_chat(
     state: ModelState, body: ChatRequest, owner: str, *, request_id: str, size: int = 0
 ) -> tuple[Answer, Exchange]:
-    """Submit a chat of `size` bytes; arguments and errors are those of `begin_chat`."""
+    """Prepare the answer to a chat of `size` bytes; errors are those of `begin_chat`."""
     names = ("max_completion_tokens", "max_tokens", "n_predict")
     if zero := next((name for name in names if getattr(body, name) == 0), None):
         raise RequestError(f"{zero} must be at least 1, or -1 for as many as fit", param=zero)

@@ -143,11 +143,9 @@ async def _answer(
         asked, _ = decode_json(json.dumps(body).encode(), ChatRequest)
         owner = next(iter(model.server.keys()), "")
         answer, exchange = await answer_chat(model, asked, owner, request_id="chat")
-        try:
-            usage = StreamUsage.of(asked, model.config)
+        usage = StreamUsage.of(asked, model.config)
+        with answer:
             async for frame in chat_frames(exchange, answer, usage=usage):
                 put(frame)
-        finally:
-            answer.close()
     finally:
         put(None)

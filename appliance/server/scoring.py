@@ -39,7 +39,7 @@ class EchoScoring:
     """A scoring request: prompts, and the answer that repeats them.
 
     Attributes:
-        answer: the engine's; always close it.
+        answer: the engine's.
         prompts: token ids of each prompt.
         generated: tokens after each prompt, 0 or 1.
     """
@@ -60,7 +60,7 @@ class EchoScoring:
         owner: str,
         request_id: str,
     ) -> EchoScoring:
-        """Submit one request per prompt.
+        """Prepare one request per prompt.
 
         Raises:
             RequestError: the body requests more than scores and one token.
@@ -120,8 +120,6 @@ class EchoScoring:
                     sampling,
                 )
             )
-        tokens = sum(len(one.prompt_token_ids) for one in requests)
-        state.queue.check(owner, len(requests), tokens)
         texts = prompt_text(body.prompt, tokenizer)
         return cls(
             exchange, Answer(state, requests, request_id=request_id), prompts, texts, generated

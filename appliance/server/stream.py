@@ -11,6 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from starlette.responses import Response
@@ -40,7 +41,7 @@ class EventStream(Response):
 
     Args:
         frames: complete frames.
-        on_close: called at the stream's end, even if it never began.
+        holds: entered while the frames are read, and before the first; its errors are theirs.
         gzip: compress; every frame stays readable on arrival.
     """
 
@@ -49,7 +50,7 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         wire: Wire = SERVER_SENT_EVENTS,
-        on_close: Callable[[], None] = lambda: None,
+        holds: AbstractContextManager[object] | None = None,
         gzip: bool = False,
     ) -> None:
         headers = {**_HEADERS, "content-encoding": "gzip"} if gzip else _HEADERS
@@ -57,28 +58,23 @@ class EventStream(Response):
         del self.headers["content-length"]  # of the empty body
         self.wire = wire
         self._frames = frames
-        self._on_close = on_close
+        self._holds = holds or nullcontext()
         self._gzip = gzip
 
     async def handed_over(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames to another stream, which sends them instead."""
-        try:
-            async for frame in self._frames:
-                yield frame
-        finally:
-            await self._frames.aclose()
-            self._on_close()
+        """Yield the frames, to be sent by this stream or another."""
+        with self._holds:
+            async with aclosing(self._frames):
+                async for frame in self._frames:
+                    yield frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         packer = zlib.compressobj(level=1, wbits=_GZIP) if self._gzip else None
         stream = _Stream(scope, receive, send, self, packer)
         try:
-            await guarded(stream.send_all(self._frames), stream.watch(), disconnect(receive))
+            await guarded(stream.send_all(), stream.watch(), disconnect(receive))
         except ClientGoneError as error:
             logger.debug("the client of a stream went away: %s", error)
-        finally:
-            await self._frames.aclose()
-            self._on_close()
 
 
 class _Stream:
@@ -106,11 +102,12 @@ class _Stream:
         self._ended = False
         self._last = time.monotonic()  # time at which the last write began or ended
 
-    async def send_all(self, frames: AsyncGenerator[bytes, None]) -> None:
+    async def send_all(self) -> None:
         try:
-            async for frame in frames:
-                if not self._write_at_once(frame):
-                    await self._write(frame)
+            async with aclosing(self._response.handed_over()) as frames:
+                async for frame in frames:
+                    if not self._write_at_once(frame):
+                        await self._write(frame)
         except ClientGoneError:
             raise
         except Exception as error:

@@ -32,24 +32,22 @@ def answer_to(running: Running, prompt: bytes, **sampling: object) -> Answer:
 
 async def test_what_came_meanwhile_is_handed_over_together(serve: Serve) -> None:
     async with serve() as running:
-        answer = answer_to(running, b"ab", max_tokens=100)
-        await until(lambda: running.state.engine.stats.generation_tokens_total == 100)
-        async with aclosing(answer.pieces()) as turns:
-            found = [pieces async for pieces in turns]
-        answer.close()
+        with answer_to(running, b"ab", max_tokens=100) as answer:
+            await until(lambda: running.state.engine.stats.generation_tokens_total == 100)
+            async with aclosing(answer.pieces()) as turns:
+                found = [pieces async for pieces in turns]
         assert list(map(len, found)) == [MAX_TURN, 100 - MAX_TURN]
         assert "".join(piece.text for pieces in found for piece in pieces) == "ab" * 50
 
 
 async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
     async with serve() as running:
-        answer = answer_to(running, b"ab", max_tokens=5)
         exchange = Exchange.begin(running.state, "cmpl", None, logprobs=False)
-        await until(lambda: running.state.engine.stats.generation_tokens_total == 5)
-        frames = completion_frames(exchange, answer, usage=StreamUsage(), echo=[""])
-        async with aclosing(frames):
-            writes = [write async for write in frames]
-        answer.close()
+        with answer_to(running, b"ab", max_tokens=5) as answer:
+            await until(lambda: running.state.engine.stats.generation_tokens_total == 5)
+            frames = completion_frames(exchange, answer, usage=StreamUsage(), echo=[""])
+            async with aclosing(frames):
+                writes = [write async for write in frames]
         assert len(writes) == 2, "all there was, and [DONE]"
         chunks = [json.loads(frame[6:]) for frame in writes[0].split(b"\n\n") if frame]
         texts = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -59,11 +57,10 @@ async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_nothing_comes_after_a_stop_string(serve: Serve, n: int) -> None:
     async with serve("step_seconds=0.001") as running:
-        answer = answer_to(running, b"abc", n=n, max_tokens=400, stop=("ca",))
-        await until(lambda: running.state.engine.stats.generation_tokens_total >= 20 * n)
-        async with aclosing(answer.pieces()) as turns:
-            pieces = [piece async for turn in turns for piece in turn]
-        answer.close()
+        with answer_to(running, b"abc", n=n, max_tokens=400, stop=("ca",)) as answer:
+            await until(lambda: running.state.engine.stats.generation_tokens_total >= 20 * n)
+            async with aclosing(answer.pieces()) as turns:
+                pieces = [piece async for turn in turns for piece in turn]
         texts = ["".join(p.text for p in pieces if p.choice == number) for number in range(n)]
         assert texts == ["ab", "b"][:n]
         assert sorted(p.choice for p in pieces if p.finish_reason is not None) == list(range(n))
@@ -73,7 +70,6 @@ async def test_nothing_comes_after_a_stop_string(serve: Serve, n: int) -> None:
 
 async def test_tokens_behind_a_stop_string_in_the_same_step_do_not_count(serve: Serve) -> None:
     async with serve("step_seconds=1000") as running:
-        answer = answer_to(running, b"abc", max_tokens=400, stop=("ca",))
         run = SequenceDelta(
             request_id="r",
             token_ids=tuple(b"abcab"),
@@ -81,10 +77,10 @@ async def test_tokens_behind_a_stop_string_in_the_same_step_do_not_count(serve: 
             num_draft_tokens=6,
             num_accepted_tokens=4,
         )
-        pieces = answer._take(0, run)
         late = SequenceDelta(request_id="r", token_ids=tuple(b"xyz"))
-        assert answer._take(0, late) == [], "what was on its way when it ended"
-        answer.close()
+        with answer_to(running, b"abc", max_tokens=400, stop=("ca",)) as answer:
+            pieces = answer._take(0, run)
+            assert answer._take(0, late) == [], "what was on its way when it ended"
         assert "".join(piece.text for piece in pieces) == "ab"
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [
             FinishReason.STOP

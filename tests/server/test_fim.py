@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
+from byte_tokenizer import save_byte_tokenizer
+from waiting import until
 
+from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.fim import FORMS, end_ids, find_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from appliance.tokenizer import Tokenizer
     from appliance.tokenizer.fim import FimForm
     from tests.server.conftest import Serve
 
@@ -78,3 +82,30 @@ async def test_a_model_that_was_not_trained_to_says_so(serve: Serve) -> None:
         assert "not trained to fill in the middle" in error["message"]
         assert "StarCoder" in error["message"]
         assert (await running.complete("ab", suffix="", max_tokens=1)).status_code == 200
+
+
+async def test_ollama_continues_and_fills_in_without_a_chat_template(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """As /v1/completions does; of `raw` its document says that nothing formats the prompt."""
+    save_byte_tokenizer(tmp_path, special=STARCODER)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    tokenizer = Tokenizer.from_path(tmp_path)
+    assert tokenizer.chat_template is None
+    async with serve(tokenizer=tokenizer) as running:
+        for extra in ({"raw": True}, {"suffix": "cd"}):
+            suffix = extra.get("suffix")
+            told = (await running.complete("ab", suffix=suffix, max_tokens=6)).json()
+            for stream in (False, True):
+                answer = await running.http.post(
+                    "/api/generate",
+                    json={"model": "echo", "prompt": "ab", "stream": stream, **extra}
+                    | {"options": {"num_predict": 6}},
+                )
+                assert answer.status_code == 200, answer.text
+                lines = [json.loads(line) for line in answer.text.splitlines()]
+                assert "".join(line["response"] for line in lines) == told["choices"][0]["text"]
+                assert lines[-1]["done_reason"] == told["choices"][0]["finish_reason"] == "length"
+        refused = await running.http.post("/api/generate", json={"model": "echo", "prompt": "ab"})
+        assert refused.status_code == 400, "as a chat it needs the template"
+        await until(running.idle)

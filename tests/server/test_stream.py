@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from appliance.server.responses import ChatChunk, ChatChunkChoice, ChatDelta
 from appliance.server.stream import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     from starlette.types import Message
 
@@ -39,11 +40,15 @@ class Client:
         self._scope["extensions"] = extensions
 
     async def listen(self, frames: AsyncGenerator[bytes, None], *, gzip: bool = False) -> None:
-        def on_close() -> None:
-            self.closed += 1
-
-        stream = EventStream(frames, on_close=on_close, gzip=gzip)
+        stream = EventStream(frames, holds=self._counting(), gzip=gzip)
         await stream(self._scope, self._receive, self._send)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.closed += 1
 
     async def _receive(self) -> Message:
         await self.gone.wait()

@@ -221,13 +221,17 @@ class EngineClient(SupervisedEngine, OpenRequests):
 
     def _take(self, generation: Generation) -> None:
         self._generations[generation.request.request_id] = generation
-        self._idle.stop()
-        self.place.use()
-        if self.state is EngineState.READY and not self.place.is_leaving:
-            generation.submissions += 1
-            self._submit(generation)
-        else:
-            self._supervisor.wake()
+        try:
+            self._idle.stop()
+            self.place.use()
+            if self.state is EngineState.READY and not self.place.is_leaving:
+                generation.submissions += 1
+                self._submit(generation)
+            else:
+                self._supervisor.wake()
+        except BaseException:
+            generation.close()  # nobody else can
+            raise
 
     def _submit(self, generation: Generation) -> None:
         """Send a request to the engine; hold a suspect while another is on trial."""

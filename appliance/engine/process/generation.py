@@ -59,15 +59,28 @@ class Generation(AsyncIterator[SequenceDelta]):
             RequestError: the engine refused the request.
             EngineError: the engine failed or died.
         """
-        while self._open:
-            if (delta := self.ready()) is not None:
-                return delta
-            if self._error is not None:
-                raise self._error
-            if self._open:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-        raise StopAsyncIteration
+        while (delta := self.ready()) is None:
+            changed = asyncio.get_running_loop().create_future()
+            if self.is_over(then=changed):
+                raise StopAsyncIteration
+            await changed
+        return delta
+
+    def is_over(self, *, then: asyncio.Future[None]) -> bool:
+        """Return True if no choice is open; otherwise the next change sets a future's result.
+
+        Ask once `ready` returns None.
+
+        Raises:
+            RequestError: the engine refused the request.
+            EngineError: the engine failed or died.
+        """
+        if not self._open:
+            return True
+        if self._error is not None:
+            raise self._error
+        self._waiter = then
+        return False
 
     def ready(self) -> SequenceDelta | None:
         """Return the next delta if it has arrived; the iterator raises errors."""
@@ -95,8 +108,9 @@ class Generation(AsyncIterator[SequenceDelta]):
             self._wake()
 
     def close(self) -> None:
-        self._client.forget(self, complete=not self._open and self._error is None)
+        complete = not self._open and self._error is None
         self._open.clear()
+        self._client.forget(self, complete=complete)
 
     async def aclose(self) -> None:
         self.close()

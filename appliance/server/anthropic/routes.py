@@ -64,7 +64,7 @@ def anthropic_router(server: ServerState) -> APIRouter:
             )
             if body.stream:
                 frames = message_frames(exchange, answer, max_tokens=body.max_tokens)
-                return EventStream(frames, wire=WIRE, on_close=answer.close)
+                return EventStream(frames, wire=WIRE, holds=answer)
             build = partial(whole_message, exchange, answer, max_tokens=body.max_tokens)
             return await whole_response(request, answer, build)
 

@@ -96,7 +96,7 @@ class LineStream(Generic[LineT]):
         self._answer = answer
         self._make: Callable[[str, LineContent], LineT] = make
         self._model = model
-        self._short_ids = exchange.tokenizer.dialect.form.short_ids
+        self._tokenizer = exchange.tokenizer
         self._call: tuple[str, list[str]] | None = None  # the open call: name and arguments
         self._num_calls = 0
 
@@ -153,7 +153,8 @@ class LineStream(Generic[LineT]):
         if not isinstance(arguments, dict):
             return f"{name} {text}"
         function = AnsweredFunction(index=self._num_calls, name=name, arguments=arguments)
-        calls.append(OllamaAnsweredCall(id=new_call_id(short=self._short_ids), function=function))
+        short = self._tokenizer.dialect.form.short_ids
+        calls.append(OllamaAnsweredCall(id=new_call_id(short=short), function=function))
         self._num_calls += 1
         return ""
 

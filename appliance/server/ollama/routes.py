@@ -249,4 +249,4 @@ async def _respond(
 ) -> Response:
     if body.stream is False:
         return await whole_response(request, answer, lines.whole)
-    return EventStream(lines.stream(), wire=WIRE, on_close=answer.close)
+    return EventStream(lines.stream(), wire=WIRE, holds=answer)

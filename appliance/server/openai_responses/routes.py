@@ -66,7 +66,7 @@ def responses_router(server: ServerState) -> APIRouter:
             )
             responding = Responding(state, exchange, body, history, store, owner)
             if body.stream:
-                return EventStream(response_frames(responding, answer), on_close=answer.close)
+                return EventStream(response_frames(responding, answer), holds=answer)
             return await whole_response(request, answer, partial(responding.whole, answer))
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))

@@ -87,11 +87,8 @@ async def embed(
     Raises:
         RequestError: the request needs something unsupported, or the queue is full.
     """
-    readings = await begin_embedding(state, wanted)
-    try:
+    with await begin_embedding(state, wanted) as readings:
         pooled = await unless_disconnected(request.receive, readings.pooled())
-    finally:
-        readings.close()
 
     def vectors() -> NDArray[np.float32]:
         from appliance.server.retrieval.vectors import matrix_of  # slow to import
@@ -103,10 +100,10 @@ async def embed(
 
 
 async def begin_embedding(state: ModelState, wanted: EmbeddingOptions) -> Readings:
-    """Check everything and submit; close the result.
+    """Check everything and prepare what is to be read.
 
     Raises:
-        RequestError: the request needs something unsupported, or the queue is full.
+        RequestError: the request needs something unsupported.
     """
     info, _ = state.serving()
     recipe = embedding_recipe(state)
@@ -133,14 +130,13 @@ def begin_reading(
     labels: tuple[int, ...] = (),
     second_texts: Sequence[int] = (),
 ) -> Readings:
-    """Submit prompts to read without generating.
+    """Prepare prompts to read without generating.
 
     Args:
         second_texts: where each pair's second text begins, if the prompts are pairs.
 
     Raises:
         ContextLengthError: a prompt does not fit.
-        RequestError: the queue is full.
     """
     info, _ = state.serving()
     terms, name = Terms.of(fields, state, key_name(scope)), f"read-{secrets.token_hex(12)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from appliance.engine.request import FinishReason
@@ -13,6 +14,7 @@ from appliance.server.metrics import RequestTimer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
     from appliance.engine.request import Request
     from appliance.server.model_state import ModelState
@@ -23,15 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Readings:
-    """Reads prompts; always close it.
+    """Reads prompts inside `with`; it holds nothing before and after.
 
     Args:
         requests: one per prompt, all from the same API key.
         request_id: id of the HTTP request, for the log.
-
-    Raises:
-        QueueFullError: too many requests wait.
-        RateLimitError: the API key has used up its limit.
     """
 
     def __init__(self, state: ModelState, requests: Sequence[Request], *, request_id: str) -> None:
@@ -40,11 +38,29 @@ class Readings:
         self._requests = requests
         self._owner = requests[0].owner
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        state.queue.check(self._owner, 1, len(requests[0].prompt_token_ids))
-        self._window = self._fitting()
-        self._use = state.use.begin(self._owner, self.prompt_tokens)
-        self._timer = RequestTimer(state.metrics)
         self._complete = False
+
+    def __enter__(self) -> Self:
+        """Take the key's share and the queue's room.
+
+        Raises:
+            EngineUnavailableError: the engine is not ready.
+            QueueFullError: too many requests wait.
+            RateLimitError: the API key has used up its limit.
+        """
+        state = self._state
+        state.serving()
+        state.queue.check(self._owner, 1, len(self._requests[0].prompt_token_ids))
+        self._window = self._fitting()
+        with ExitStack() as undo:
+            undo.callback(state.use.begin(self._owner, self.prompt_tokens).end)
+            self._timer = RequestTimer(state.metrics)
+            undo.callback(self._end)
+            self._held = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     async def pooled(self) -> list[bytes]:
         """Return each prompt's pooled states, float32 in the machine's byte order.
@@ -69,8 +85,7 @@ class Readings:
         self._complete = True
         return [content for content in found if content is not None]
 
-    def close(self) -> None:
-        self._use.end()
+    def _end(self) -> None:
         self._timer.end(complete=self._complete)
         logger.info(
             "%s: %s, %d prompts of %d tokens read",

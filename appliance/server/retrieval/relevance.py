@@ -36,10 +36,10 @@ DOCUMENT_PROMPTS = ("document", "passage", "Retrieval-document")
 
 @dataclass(frozen=True, slots=True)
 class RelevanceJob:
-    """Pairs of query and document, submitted to the engine.
+    """Pairs of query and document for the engine.
 
     Attributes:
-        readings: the engine's; always close them.
+        readings: the engine's; enter them for the scores.
         scorer: name of the score, for display.
         pairs: indices of each pair's two vectors; None if a pair is one prompt.
     """
@@ -66,7 +66,7 @@ async def begin_judging(
     instruction: str | None,
     param: str,
 ) -> RelevanceJob:
-    """Submit pairs in the checkpoint's form.
+    """Prepare pairs in the checkpoint's form.
 
     Args:
         scope: ASGI scope of the HTTP request, with its key and id.
@@ -74,7 +74,7 @@ async def begin_judging(
         param: field of the documents.
 
     Raises:
-        RequestError: the request needs something unsupported, or the queue is full.
+        RequestError: the request needs something unsupported.
     """
     _, tokenizer = state.serving()
     if len(pairs) > MAX_INPUTS:

@@ -155,10 +155,8 @@ def retrieval_router(server: ServerState) -> APIRouter:
 
 
 async def _judge(request: Request, judged: RelevanceJob) -> list[float]:
-    try:
+    with judged.readings:
         return await unless_disconnected(request.receive, judged.scores())
-    finally:
-        judged.readings.close()
 
 
 def _usage(readings: Readings) -> ReadUsage:

@@ -1,0 +1,199 @@
+"""No failure between a request's arrival and its last byte leaves anything of it behind.
+
+Every route of the table is failed at every stage: in each function of the server that it calls or
+goes on with, the first time and the last, by an exception, by cancellation, by a client that leaves
+and by a socket that breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from every_route import ENDLESS, Call, Client, every_call
+from waiting import until
+
+import appliance
+from appliance.config import ServerConfig
+from appliance.server.app import create_app
+from appliance.server.state import ServerState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+    from types import CodeType, FrameType
+
+    from tests.server.conftest import Running, Serve
+
+HOUSE = f"{Path(appliance.__file__).parent}/"
+ROOMS = ("server/", "tokenizer/", "dialects/", "output.py", "best_of.py", "stop_pieces.py")
+BEGINNING = bytes((dis.opmap["RESUME"], 0))  # the instruction at a function's beginning
+# Not a stage of the request: its clean-up itself, and what the engine's reports call.
+ELSEWHERE = {"__exit__", "__aexit__", "data_received"}
+CALLS = [
+    call
+    for call in every_call(create_app(ServerState(ServerConfig())))
+    if call.method != "GET" or call.path == ENDLESS
+]
+CALLS += [replace(call, again=True) for call in CALLS if "stream" in (call.body or {})][:2]
+
+Stage = tuple["CodeType", int]  # a function, and which of its calls
+
+
+class Profile:
+    """Counts calls of the server's functions from the first `with` on, and acts at one of them.
+
+    Args:
+        act: what to do there.
+        raises: it raises what the function then raises.
+    """
+
+    def __init__(
+        self, at: Stage | None = None, act: Callable[[], object] = lambda: None, *, raises: bool
+    ) -> None:
+        self._raises = raises
+        self._holds = False
+        self.counts: Counter[CodeType] = Counter()
+        self.acted = False
+        self._at, self._act = at, act
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or self.acted:
+            return
+        self._holds = self._holds or code.co_name == "__enter__"
+        if not self._holds or not code.co_filename.startswith(HOUSE):
+            return
+        if not code.co_filename[len(HOUSE) :].startswith(ROOMS) or _is_elsewhere(frame):
+            return
+        if self._raises:  # where a coroutine goes on, only what it awaits can raise
+            counts = code.co_code[frame.f_lasti :].startswith(BEGINNING)
+        else:  # what is not awaited takes no turn of the loop
+            counts = bool(code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
+        if not counts:
+            return
+        self.counts[code] += 1
+        if self._at == (code, self.counts[code]):
+            self.acted = True
+            try:
+                self._act()
+            except RuntimeError:
+                _close_unbegun(frame.f_locals.values())
+                raise
+
+    def stages(self) -> list[Stage]:
+        """The first and the last call of each function."""
+        return [(code, n) for code, count in self.counts.items() for n in sorted({1, count})]
+
+
+def _close_unbegun(arguments: Iterable[object]) -> None:
+    """Spare what was handed to a function that is failed before it runs Python's warning."""
+    for one in arguments:
+        if inspect.iscoroutine(one) and inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
+            one.close()
+        elif isinstance(one, tuple):
+            _close_unbegun(one)
+
+
+def _is_elsewhere(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith((HOUSE, sys.base_prefix)):
+        if frame.f_code.co_name in ELSEWHERE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Door:
+    """A server to ask without sockets, one request at a time, by a key that may have one open."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._number = 0
+        self._tasks = asyncio.all_tasks()  # of the server and the test
+
+    async def ask(self, client: Client, profile: Profile | None = None) -> None:
+        """Ask, and see that whatever happens nothing is left."""
+        running = self._running
+
+        async def run() -> None:
+            sys.setprofile(profile)
+            try:
+                await running.app(client.scope, client.receive, client.send)
+            finally:
+                sys.setprofile(None)
+
+        task = asyncio.ensure_future(run())
+        client.cancel = task.cancel
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: asyncio.all_tasks() <= self._tasks)
+        running.server.use.begin("alice", 0).end()  # raises if its only place is taken
+        assert running.server.num_open == 0
+
+    def client(self, call: Call, **options: Any) -> Client:
+        self._number += 1
+        headers = {"authorization": "Bearer alice-secret-key-1"}
+        if call.again:
+            headers["idempotency-key"] = str(self._number)
+        return Client(call, headers, **options)
+
+
+@asynccontextmanager
+async def door_of(serve: Serve, tmp_path: Path) -> AsyncIterator[Door]:
+    keys, adapters = tmp_path / "keys", tmp_path / "adapters"
+    keys.write_text("alice=alice-secret-key-1 parallel=1\n")
+    keys.chmod(0o600)
+    (adapters / "sql").mkdir(parents=True)
+    (adapters / "sql" / "adapter_config.json").write_text("{}")
+    options = {"api_key_file": str(keys)}
+    async with serve(server=options, lora_dir=str(adapters), max_num_seqs=8) as running:
+        headers = {"authorization": "Bearer alice-secret-key-1"}
+        body = {"prompt": "a", "max_tokens": 1}
+        first = await running.http.post("/v1/completions", json=body, headers=headers)
+        assert first.status_code == 200, "what serving itself needs runs by now"
+        yield Door(running)
+        await until(running.idle)
+        assert (await running.http.get("/ready")).status_code == 200
+
+
+def broken() -> None:
+    raise RuntimeError("this stage is broken")
+
+
+WAYS: dict[str, Callable[[Client], object]] = {
+    "exception": lambda client: broken(),
+    "cancellation": lambda client: client.cancel(),
+    "leaving": lambda client: client.gone.set(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_route_that_fails_anywhere(serve: Serve, tmp_path: Path, way: str) -> None:
+    failed, raises = 0, way == "exception"
+    async with door_of(serve, tmp_path) as door:
+        for call in CALLS:
+            client, profile = door.client(call), Profile(raises=raises)
+            await door.ask(client, profile)
+            status = client.status
+            assert status == 200 or (call.may_miss and status == 404), (str(call), client.content)
+            for code, number in profile.stages():
+                client = door.client(call)
+                stage = Profile((code, number), partial(WAYS[way], client), raises=raises)
+                try:
+                    await door.ask(client, stage)
+                except Exception as error:
+                    error.add_note(f"{call} at call {number} of {code.co_qualname}")
+                    raise
+                failed += stage.acted
+            client = door.client(call)
+            await door.ask(client)
+            assert client.status == status or call.may_miss, (str(call), client.content)
+    assert failed > 10 * len(CALLS), "stages were found and failed"
