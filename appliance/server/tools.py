@@ -126,6 +126,20 @@ def allowed(offers: Sequence[Offer], names: Sequence[str]) -> list[Offer]:
     return [offer for offer in offers if offer.name in wanted]
 
 
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Parse a call's arguments; None if they are no object, as those of a call that was cut.
+
+    Escapes of half a character (a lone surrogate), which no answer can carry, become "?".
+    """
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def new_call_id(*, short: bool) -> str:
     """Return a unique call id; a short one has nine letters and digits, for some templates."""
     if short:

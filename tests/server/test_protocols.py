@@ -7,13 +7,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from echo_templates import TOOLS
 from waiting import until
 
 from appliance.server import access_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from appliance.tokenizer import Tokenizer
     from tests.server.conftest import Serve
 
 MESSAGES = [{"role": "user", "content": "hello " * 20}]
@@ -270,3 +272,21 @@ async def test_input_tokens_are_those_of_the_response(serve: Serve) -> None:
         assert counted.input_tokens == answer.usage.input_tokens
         compact = await running.http.post("/v1/responses/compact", json={"input": "x"})
         assert compact.status_code == 404
+
+
+HALF = '<tool_call>\n{"name": "f", "arguments": {"text": "\\ud83c"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("path", TOOL_OF)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_a_character_in_arguments_fails_nothing(
+    serve: Serve, tokenizer_with: Callable[[str], Tokenizer], path: str, *, stream: bool
+) -> None:
+    """JSON allows the escape of a lone surrogate, and UTF-8 has no bytes for it."""
+    tool = TOOL_OF[path]("f", {"type": "object"})
+    body = {**BODIES[path], "tools": [tool], "stream": stream}
+    body["input" if path == "/v1/responses" else "messages"] = [{"role": "user", "content": HALF}]
+    async with serve(tokenizer=tokenizer_with(TOOLS), max_model_len=2048) as running:
+        answer = await running.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "error" not in answer.text.replace('"error":null', "")

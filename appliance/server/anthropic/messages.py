@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from appliance.server.anthropic.answers import (
     ToolUseBlock,
 )
 from appliance.server.frames import FrameTemplate, Wire, event_frame
+from appliance.server.tools import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -164,7 +164,7 @@ def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
             case ThinkingBlock() as block:
                 block.thinking, block.signature = text, _signature(text)
             case ToolUseBlock() as block:
-                block.input = _input(text)
+                block.input = arguments_of(text) or {}  # a cut one is none
 
     for part in parts:
         if isinstance(part, CallBegin):
@@ -179,15 +179,6 @@ def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
         texts.append(part.text)
     end_block()
     return blocks
-
-
-def _input(text: str) -> dict[str, Any]:
-    """Return a call's input; empty if it was cut off (the stop reason tells)."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _call(part: CallBegin, arguments: dict[str, Any]) -> ToolUseBlock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,7 +19,7 @@ from appliance.server.ollama.answers import (
     OllamaAnsweredCall,
     OllamaMessage,
 )
-from appliance.server.tools import new_call_id
+from appliance.server.tools import arguments_of, new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -146,11 +145,8 @@ class LineStream(Generic[LineT]):
             return ""
         (name, pieces), self._call = self._call, None
         text = "".join(pieces)
-        try:
-            arguments = json.loads(text)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = arguments_of(text)
+        if arguments is None:
             return f"{name} {text}"
         function = AnsweredFunction(index=self._num_calls, name=name, arguments=arguments)
         short = self._tokenizer.dialect.form.short_ids

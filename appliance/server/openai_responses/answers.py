@@ -57,7 +57,54 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    input: str = ""
+
+
+class ExecAction(msgspec.Struct, kw_only=True, tag_field="type", tag="exec"):
+    """A command for the client's shell."""
+
+    command: list[str] = []
+    env: dict[str, str] = {}
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class LocalShellCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="local_shell_call"):
+    """A call of the client's shell."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    action: ExecAction = msgspec.field(default_factory=ExecAction)
+
+
+class PatchOperation(msgspec.Struct, kw_only=True):
+    """What happens to a file."""
+
+    type: str = "update_file"
+    path: str = ""
+    diff: str | UnsetType = ""
+
+
+class ApplyPatchCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="apply_patch_call"):
+    """A change of a file by the client."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    operation: PatchOperation = msgspec.field(default_factory=PatchOperation)
+
+
+BuiltInCall = CustomCallItem | LocalShellCallItem | ApplyPatchCallItem
+OutputItem = MessageItem | ReasoningItem | CallItem | BuiltInCall
 
 
 class InputTokensDetails(msgspec.Struct):

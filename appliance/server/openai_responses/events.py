@@ -87,6 +87,26 @@ class ReasoningDone(msgspec.Struct, kw_only=True):
     sequence_number: int = 0
 
 
+class CustomInputDelta(msgspec.Struct, kw_only=True):
+    """More of a custom tool's input."""
+
+    type: str = "response.custom_tool_call_input.delta"
+    item_id: str
+    output_index: int
+    delta: str
+    sequence_number: int = 0
+
+
+class CustomInputDone(msgspec.Struct, kw_only=True):
+    """All input of a custom tool."""
+
+    type: str = "response.custom_tool_call_input.done"
+    item_id: str
+    output_index: int
+    input: str
+    sequence_number: int = 0
+
+
 class ArgumentsDelta(msgspec.Struct, kw_only=True):
     """More of a call's arguments."""
 

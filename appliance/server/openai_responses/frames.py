@@ -12,7 +12,10 @@ from appliance.errors import ApplianceError
 from appliance.server.errors import describe
 from appliance.server.frames import FrameTemplate, event_frame
 from appliance.server.openai_responses.answers import (
+    ApplyPatchCallItem,
     CallItem,
+    CustomCallItem,
+    LocalShellCallItem,
     MessageItem,
     OutputText,
     ReasoningItem,
@@ -22,6 +25,8 @@ from appliance.server.openai_responses.answers import (
 from appliance.server.openai_responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
+    CustomInputDelta,
+    CustomInputDone,
     ItemEvent,
     PartEvent,
     ReasoningDelta,
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from appliance.server.responses import TokenLogprob
 
 _MARK = FrameTemplate.MARK
+_BUILT_IN = (CustomCallItem, LocalShellCallItem, ApplyPatchCallItem)
 _END = b"0}\n\n"  # of a frame that ends in the number 0
 
 logger = logging.getLogger(__name__)
@@ -94,8 +100,8 @@ class _Events:
             frames += self._added()
         else:
             self._output.push(part, logprobs)
-        if isinstance(part, CallBegin):
-            return frames
+        if isinstance(part, CallBegin) or isinstance(self._output.items[-1], _BUILT_IN):
+            return frames  # the input of a tool that is no function is known at its end
         if logprobs:
             item, index = self._output.items[-1], len(self._output.items) - 1
             delta = TextDelta(
@@ -126,7 +132,7 @@ class _Events:
         item = self._output.items[-1]
         frames = self._item("response.output_item.added", item)
         self._delta = None
-        if isinstance(item, CallItem):
+        if isinstance(item, (CallItem, *_BUILT_IN)):
             return frames
         empty = OutputText() if isinstance(item, MessageItem) else ReasoningText()
         return frames + self._part("response.content_part.added", item, empty)
@@ -163,6 +169,10 @@ class _Events:
                 said = ReasoningDone(item_id=item.id, output_index=index, text=thought.text)
                 frames = self._frame(said)
                 frames += self._part("response.content_part.done", item, thought)
+            case CustomCallItem():
+                delta = CustomInputDelta(item_id=item.id, output_index=index, delta=item.input)
+                whole = CustomInputDone(item_id=item.id, output_index=index, input=item.input)
+                frames = self._frame(delta) + self._frame(whole)
             case CallItem():
                 frames = self._frame(
                     ArgumentsDone(

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.server.openai_responses.answers import (
+    ApplyPatchCallItem,
     CallItem,
+    CustomCallItem,
+    LocalShellCallItem,
     MessageItem,
     OutputItem,
     OutputText,
     ReasoningItem,
     ReasoningText,
 )
+from appliance.server.openai_responses.built_in import call_item, fill
 from appliance.server.openai_responses.carried import carried
 from appliance.server.tools import new_call_id
 
@@ -22,10 +26,11 @@ if TYPE_CHECKING:
 
     from appliance.server.responses import TokenLogprob
 
-_KINDS: dict[type[Part], type[OutputItem]] = {
-    Content: MessageItem,
-    Thought: ReasoningItem,
-    CallArguments: CallItem,
+_BUILT_IN = (CustomCallItem, LocalShellCallItem, ApplyPatchCallItem)
+_KINDS: dict[type[Part], tuple[type[OutputItem], ...]] = {
+    Content: (MessageItem,),
+    Thought: (ReasoningItem,),
+    CallArguments: (CallItem, *_BUILT_IN),
 }
 
 
@@ -33,18 +38,25 @@ class OutputItems:
     """Makes items from parts; a run of one kind is one item.
 
     Args:
-        names: namespace and name of each tool, by the model's name for it.
+        names: namespace and name of each tool in one, by the model's name for it.
+        kinds: kind of each tool that is no function, by that name; see `built_in`.
         short_ids: use the short call ids that some templates require.
         carries: add `encrypted_content` to thoughts.
     """
 
     def __init__(
-        self, names: Mapping[str, tuple[str, str]], *, short_ids: bool, carries: bool
+        self,
+        names: Mapping[str, tuple[str, str]],
+        kinds: Mapping[str, str],
+        *,
+        short_ids: bool,
+        carries: bool,
     ) -> None:
         self._logprobs: list[TokenLogprob] = []  # of the open item
         self.items: list[OutputItem] = []  # the last one may be open
         self.is_open = False
         self._names = names
+        self._kinds = kinds
         self._short_ids = short_ids
         self._carries = carries
         self._texts: list[str] = []  # of the open item
@@ -87,13 +99,16 @@ class OutputItems:
                     item.encrypted_content = carried(text)
             case CallItem():
                 item.arguments = text
+            case _:
+                fill(item, text, item.status)
 
     def _item(self, part: Part) -> OutputItem:
         number = secrets.token_hex(12)
         if isinstance(part, CallBegin):
-            call = CallItem(
-                id=f"fc_{number}", call_id=new_call_id(short=self._short_ids), name=part.name
-            )
+            call_id = new_call_id(short=self._short_ids)
+            if part.name in self._kinds:
+                return call_item(self._kinds[part.name], part.name, number, call_id)
+            call = CallItem(id=f"fc_{number}", call_id=call_id, name=part.name)
             if part.name in self._names:
                 call.namespace, call.name = self._names[part.name]
             return call

@@ -19,7 +19,7 @@ from appliance.server.openai_responses.answers import (
 )
 from appliance.server.openai_responses.output import OutputItems
 from appliance.server.openai_responses.schema import ENCRYPTED, TextConfig, TextFormat
-from appliance.server.openai_responses.turns import full_names
+from appliance.server.openai_responses.turns import full_names, kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +59,7 @@ class Responding:
         short_ids = exchange.tokenizer.dialect.form.short_ids
         self.output = OutputItems(
             full_names(body.tools),
+            kinds_of(body.tools),
             short_ids=short_ids,
             carries=ENCRYPTED in (body.include or ()),
         )

@@ -52,7 +52,18 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    input: str | None = None  # of a custom tool
+    action: dict[str, Any] | None = None  # of a local shell
+    operation: dict[str, Any] | None = None  # of a patch
+    output: str | list[InputPart] | dict[str, Any] | None = None
+
+
+class CustomFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Format of a custom tool's input: text, or a grammar in Lark's notation or as a regex."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -63,6 +74,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: CustomFormat | None = None
     tools: list[ResponsesTool] | None = None
 
 

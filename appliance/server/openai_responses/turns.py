@@ -9,6 +9,7 @@ import msgspec
 
 from appliance.errors import RequestError
 from appliance.log import RepeatedWarningFilter
+from appliance.server.openai_responses.built_in import BUILT_IN, CUSTOM, call_of, offer_of
 from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
 from appliance.server.tools import MAX_NAME, Offer, Tools, allowed
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedWarningFilter(3600.0))
+
+_OUTPUTS = {
+    *("function_call_output", "custom_tool_call_output"),
+    *("local_shell_call_output", "apply_patch_call_output"),
+}
 
 _decode = msgspec.json.Decoder(list[Item]).decode
 
@@ -95,16 +101,17 @@ class _Turns:
                     self._thoughts.append(thought)
                     turn["reasoning_content"] = thought
             case Item(type="function_call", call_id=str(call_id), name=str(name)):
-                full = flat_name(item.namespace, name)
-                self._names[call_id] = full
-                function = {"name": full, "arguments": item.arguments or "{}"}
-                call = {"id": call_id, "type": "function", "function": function}
-                self._own().setdefault("tool_calls", []).append(call)
-            case Item(type="function_call_output", call_id=str(call_id)):
+                self._call(call_id, flat_name(item.namespace, name), item.arguments or "{}")
+            case Item() if (call := call_of(item)) is not None and (item.call_id or item.id):
+                self._call(item.call_id or item.id or "", *call)
+            case Item(type="web_search_call" | "image_generation_call" | "tool_search_call"):
+                pass  # of a tool that OpenAI ran; its results are in the text after it
+            case Item(type=str(kind)) if kind in _OUTPUTS and (item.call_id or item.id):
+                call_id = item.call_id or item.id or ""
                 turn = {
                     "role": "tool",
                     "tool_call_id": call_id,
-                    "content": _text(item.output, where),
+                    "content": _output(item, where),
                 }
                 if call_id in self._names:
                     turn["name"] = self._names[call_id]
@@ -112,11 +119,18 @@ class _Turns:
             case _:
                 raise RequestError(
                     f"{where} is of type {str(item.type)[:40]!r}, or lacks a field of it; supported"
-                    " are message (role, content), reasoning, function_call (call_id, name), "
-                    "function_call_output (call_id) and item_reference (id)",
+                    " are message (role, content), reasoning, item_reference (id), function_call "
+                    "and custom_tool_call (call_id, name), local_shell_call and apply_patch_call "
+                    "(call_id), and the outputs of these (call_id)",
                     param="input",
                     code="unsupported_content",
                 )
+
+    def _call(self, call_id: str, name: str, arguments: str) -> None:
+        self._names[call_id] = name
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        self._own().setdefault("tool_calls", []).append(call)
 
     def _own(self, *ends: str) -> Turn:
         """Return the assistant's last turn; a new one if it already has one of these fields."""
@@ -126,6 +140,14 @@ class _Turns:
         turn: Turn = {"role": "assistant", "content": ""}
         self.add(turn)
         return turn
+
+
+def _output(item: Item, where: str) -> str:
+    output = item.output
+    if isinstance(output, dict):  # older agents' form of a failure
+        return str(output.get("content", ""))
+    text = _text(output, where)
+    return text or item.status or ""
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
@@ -155,15 +177,16 @@ def tools_of(body: ResponsesRequest) -> Tools:
     choice = body.tool_choice
     if not isinstance(choice, ChoiceTool):
         return Tools.of(offers, choice=choice, one_call=one_call)
-    if choice.type == "function":
-        return Tools.of(offers, named=choice.name or "", one_call=one_call)
+    if choice.type in ("function", CUSTOM, *BUILT_IN):
+        named = choice.type if choice.type in BUILT_IN else choice.name or ""
+        return Tools.of(offers, named=named, one_call=one_call)
     if choice.type != "allowed_tools":
         raise RequestError(
-            f"tool_choice has the type {choice.type[:40]!r}; supported are function and "
-            "allowed_tools",
+            f"tool_choice has the type {choice.type[:40]!r}; supported are function, custom, "
+            "local_shell, apply_patch and allowed_tools",
             param="tool_choice",
         )
-    kept = allowed(offers, [tool.name or "" for tool in choice.tools or ()])
+    kept = allowed(offers, [tool.name or tool.type for tool in choice.tools or ()])
     return Tools.of(kept, choice=choice.mode, one_call=one_call)
 
 
@@ -175,6 +198,8 @@ def _offers(tools: Sequence[ResponsesTool], where: str, namespace: str | None) -
             offers += _offers(tool.tools or (), f"{place}.tools", tool.name)
         elif tool.type in SKIPPED_TOOLS:
             logger.info("a tool of type %s was offered; it is never called", tool.type)
+        elif tool.type == CUSTOM or tool.type in BUILT_IN:
+            offers.append(offer_of(tool, place))
         elif tool.type == "function":
             name = flat_name(namespace, tool.name or "")
             offers.append(
@@ -190,7 +215,7 @@ def _offers(tools: Sequence[ResponsesTool], where: str, namespace: str | None) -
         else:
             raise RequestError(
                 f"{place} is of type {tool.type[:40]!r}, which does not run here; describe a "
-                "function of your own, or leave it out",
+                "function or custom tool of your own, or leave it out",
                 param="tools",
                 code="unsupported_tool",
             )
@@ -210,4 +235,13 @@ def full_names(tools: Sequence[ResponsesTool] | None) -> dict[str, tuple[str, st
         if outer.type == "namespace" and outer.name
         for inner in outer.tools or ()
         if inner.name
+    }
+
+
+def kinds_of(tools: Sequence[ResponsesTool] | None) -> dict[str, str]:
+    """Map the model's name of each tool that is no function to the tool's type."""
+    return {
+        tool.type if tool.type in BUILT_IN else tool.name or "": tool.type
+        for tool in tools or ()
+        if tool.type == CUSTOM or tool.type in BUILT_IN
     }

@@ -234,7 +234,7 @@ async def test_what_does_not_run_here_is_refused_by_name(serve: Serve) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "file_search"),
         ({"tools": [{"type": "code_interpreter", "container": "x"}]}, "code_interpreter"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
+        ({"tools": [{"type": "computer_use_preview"}]}, "computer_use_preview"),
         ({"tool_choice": {"type": "web_search"}}, "web_search"),
         ({"input": image}, "input_image"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'x' is not kept"),

@@ -1,0 +1,164 @@
+"""Tools whose calls are no functions in the Responses API: custom ones, and two of coding agents.
+
+A model calls each as a function; here its definition, and the item of a call from its arguments
+and back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from appliance.errors import RequestError
+from appliance.server.openai_responses.answers import (
+    ApplyPatchCallItem,
+    CustomCallItem,
+    ExecAction,
+    LocalShellCallItem,
+    PatchOperation,
+)
+from appliance.server.tools import Offer, arguments_of
+
+if TYPE_CHECKING:
+    from appliance.server.openai_responses.answers import BuiltInCall, Status
+    from appliance.server.openai_responses.schema import Item, ResponsesTool
+
+CUSTOM, LOCAL_SHELL, APPLY_PATCH = "custom", "local_shell", "apply_patch"
+_HALF = re.compile(r"\\ud[89ab][0-9a-f]{2}(\\(u[0-9a-f]{0,3})?)?$", re.IGNORECASE)  # a character
+_STRING = {"type": "string"}
+_SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    LOCAL_SHELL: (
+        "Runs a command on the user's machine and returns its output.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {
+                    "type": "array",
+                    "items": _STRING,
+                    "description": "The program and its arguments.",
+                },
+                "working_directory": _STRING,
+                "timeout_ms": {"type": "integer"},
+            },
+            "required": ["command"],
+        },
+    ),
+    APPLY_PATCH: (
+        "Creates, changes or deletes one file.",
+        {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+                "path": _STRING,
+                "diff": {
+                    "type": "string",
+                    "description": (
+                        "The changed lines after @@ with their context, as in a unified diff; "
+                        "not needed to delete a file."
+                    ),
+                },
+            },
+            "required": ["type", "path"],
+        },
+    ),
+}
+BUILT_IN = frozenset(_SCHEMAS)
+
+
+def offer_of(tool: ResponsesTool, place: str) -> Offer:
+    """Return the function as which a model calls a tool.
+
+    Raises:
+        RequestError: a custom tool's format is unknown.
+    """
+    if tool.type in BUILT_IN:
+        description, schema = _SCHEMAS[tool.type]
+        return Offer(tool.type, schema, place, description)
+    texts, schema, form = [tool.description or ""], dict(_STRING), tool.format
+    strict = False
+    if form is not None and form.type == "grammar":
+        if form.definition is None or form.syntax not in ("lark", "regex"):
+            raise RequestError(
+                f"{place}.format needs a definition, in the syntax lark or regex", param="tools"
+            )
+        if form.syntax == "regex":
+            schema["pattern"], strict = f"^(?:{form.definition})$", True
+            texts.append(f"The input matches this regular expression: {form.definition}")
+        else:
+            texts.append(f"The input obeys this grammar in Lark's notation:\n{form.definition}")
+    elif form is not None and form.type != "text":
+        raise RequestError(
+            f"{place}.format is of type {form.type[:40]!r}; known are text and grammar",
+            param="tools",
+        )
+    parameters = {"type": "object", "properties": {"input": schema}, "required": ["input"]}
+    description = "\n\n".join(filter(None, texts))
+    return Offer(tool.name or "", parameters, f"{place}.format", description, strict)
+
+
+def call_item(kind: str, name: str, number: str, call_id: str) -> BuiltInCall:
+    """Return the item of a call that begins."""
+    if kind == LOCAL_SHELL:
+        return LocalShellCallItem(id=f"lsh_{number}", call_id=call_id)
+    if kind == APPLY_PATCH:
+        return ApplyPatchCallItem(id=f"apc_{number}", call_id=call_id)
+    return CustomCallItem(id=f"ctc_{number}", call_id=call_id, name=name)
+
+
+def fill(item: BuiltInCall, text: str, status: Status) -> None:
+    """Complete an item from a call's arguments as JSON; cut ones are read as far as they go."""
+    found = _read(text)
+    item.status = status
+    match item:
+        case CustomCallItem():
+            value = found.get("input", text if not found else "")
+            item.input = value if isinstance(value, str) else json.dumps(value)
+        case LocalShellCallItem():
+            command = found.get("command", [])
+            words = command.split() if isinstance(command, str) else command
+            timeout, folder = found.get("timeout_ms"), found.get("working_directory")
+            item.action = ExecAction(
+                command=[str(word) for word in words] if isinstance(words, list) else [],
+                timeout_ms=timeout if isinstance(timeout, int) else None,
+                working_directory=folder if isinstance(folder, str) else None,
+            )
+        case ApplyPatchCallItem():
+            texts = {name: str(found[name]) for name in ("type", "path", "diff") if name in found}
+            item.operation = PatchOperation(**texts)
+            if item.operation.type == "delete_file":
+                item.operation.diff = UNSET
+            if status == "incomplete":
+                item.status = "in_progress"  # the type has no other word for it
+
+
+def call_of(item: Item) -> tuple[str, str] | None:
+    """Return name and arguments, as JSON, of a history's call; None of another item."""
+    match item.type:
+        case "custom_tool_call" if item.name is not None:
+            return item.name, json.dumps({"input": item.input or ""}, ensure_ascii=False)
+        case "local_shell_call":
+            action = {
+                name: value
+                for name, value in (item.action or {}).items()
+                if value not in (None, {}) and name != "type"
+            }
+            return LOCAL_SHELL, json.dumps(action, ensure_ascii=False)
+        case "apply_patch_call":
+            return APPLY_PATCH, json.dumps(item.operation or {}, ensure_ascii=False)
+    return None
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Parse an object's text; of one that was cut, the text of its last member as far as known."""
+    if (found := arguments_of(text)) is not None:
+        return found
+    text = _HALF.sub("", text)
+    for end in ('"}', '"]}', "}"):
+        for dropped in range(7):  # of an escape that was cut
+            found = arguments_of(text[: len(text) - dropped] + end)
+            if found is not None:
+                return found
+    return {}
