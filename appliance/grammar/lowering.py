@@ -7,6 +7,7 @@ a backslash excludes U+0000 too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from itertools import permutations
 from math import perm
@@ -48,6 +49,7 @@ _LISTING = frozenset({"const", "enum", "type"})
 _DECIDING = frozenset({
     "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", *REFUSED,
 })  # fmt: skip
+_LARGEST = sys.float_info.max
 _EXACT = 2**53  # the compiler has numbers as float64
 _MOST = 2**63 - 1  # and of integers 64 bits, to which it rounds down
 
@@ -405,6 +407,8 @@ def same(value: Any, other: Any) -> bool:
 
 
 def _says_nothing(key: str, value: Any) -> bool:
+    if key in BOUNDS and isinstance(value, float) and abs(value) == _LARGEST:
+        return key != "multipleOf"  # of float64, which zod writes down
     if key == "$schema":
         return not isinstance(value, str) or value.removesuffix("#") not in DRAFTS
     return key == "format" and isinstance(value, str) and value not in FORMATS
