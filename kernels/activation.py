@@ -27,4 +27,11 @@ class ClampedSwiGLU:
     alpha: float
 
 
-Gating = Activation | ClampedSwiGLU
+@dataclass(frozen=True, slots=True)
+class BoundedSwiGLU:
+    """min(silu(gate), limit) * u, where u is up clamped to -limit..limit (Step 3.7)."""
+
+    limit: float
+
+
+Gating = Activation | ClampedSwiGLU | BoundedSwiGLU

@@ -5,7 +5,7 @@ Built once per step by the engine, read by every layer. Imports nothing of ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
@@ -146,6 +146,56 @@ class RaggedBatch:
             decode_rows=decode_rows,
             state_slots=None if state_slots is None else int32(state_slots),
             host_state_slots=None if state_slots is None else tuple(state_slots),
+        )
+
+    def within_chunks(self, chunk: int, block_size: int) -> RaggedBatch:
+        """Return the same rows as sequences that begin with their chunk of positions.
+
+        So a row attends to its chunk up to its own position. Of the result, attention alone may be
+        computed. `chunk` is a multiple of `block_size`.
+        """
+        import torch
+
+        assert chunk % block_size == 0, (chunk, block_size)
+        seqs, rows, contexts, begins = [], [], [], []
+        for seq, (count, context) in enumerate(
+            zip(self.host_query_lens, self.host_context_lens, strict=True)
+        ):
+            position = context - count
+            while True:
+                begin = min(position, max(context - 1, 0)) // chunk * chunk
+                end = min(context, begin + chunk)
+                seqs.append(seq)
+                rows.append(end - position)
+                contexts.append(end - begin)
+                begins.append(begin // block_size)
+                position = end
+                if position >= context:
+                    break
+        tables, device = self.block_tables, self.block_tables.device
+        width = -(-max(contexts) // block_size)
+        columns = torch.tensor(begins, device=device)[:, None] + torch.arange(width, device=device)
+        sealed = self.sealed
+        if sealed is not None:
+            lens = [max(context - 1, 0) // block_size * block_size for context in contexts]
+            held = torch.tensor(lens, dtype=torch.int32, device=device)
+            sealed = replace(sealed, lens=held, host_lens=tuple(lens))
+
+        def int32(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return replace(
+            self,
+            query_start=int32([0, *accumulate(rows)]),
+            context_lens=int32(contexts),
+            block_tables=tables[torch.tensor(seqs, device=device)].gather(
+                1, columns.clamp(max=tables.shape[1] - 1)
+            ),
+            num_decodes=len(list(takewhile(lambda count: count <= self.decode_rows, rows))),
+            host_query_lens=tuple(rows),
+            host_context_lens=tuple(contexts),
+            sealed=sealed,
+            prefill_tiles=None,
         )
 
 

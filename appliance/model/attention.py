@@ -31,8 +31,8 @@ class Attention:
 
     Attributes:
         rope: index into `Step.rotations`.
-        qkv: maps hidden to query heads, key heads, value heads and gates, in this order; without
-            those that other heads or another layer provide.
+        qkv: maps hidden to query heads, key heads, value heads and gates, of their elements or of
+            whole heads, in this order; without those that other heads or another layer provide.
         output: maps query heads to hidden.
         query_norm: of query heads, as `spec.head_norms` says; set together with `key_norm`.
         key_norm: of key heads.
@@ -61,8 +61,10 @@ class Attention:
         spec, backend = self.spec, self.backend
         num_tokens = hidden.shape[0]
         qkv = run_adapted(self.qkv, hidden, adapters, AdapterPlace.INTO_MIXER)
-        qkv = qkv.view(num_tokens, -1, spec.head_dim)
         gates = None
+        if spec.head_gates:
+            qkv, gates = qkv[:, : -spec.num_heads].contiguous(), qkv[:, -spec.num_heads :, None]
+        qkv = qkv.view(num_tokens, -1, spec.head_dim)
         if spec.output_gate:
             qkv, gates = qkv[:, : -spec.num_heads].contiguous(), qkv[:, -spec.num_heads :]
         cos, sin = step.rotations[self.rope]
@@ -82,7 +84,7 @@ class Attention:
         attended = backend.paged_attention(
             query,
             cache,
-            step.attention_work,
+            step.attention_work if spec.chunk is None else step.chunked_work[spec.chunk],
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,

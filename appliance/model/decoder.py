@@ -80,7 +80,8 @@ class Decoder:
     @property
     def is_enqueued(self) -> bool:
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
-        return all(mlp.is_enqueued for mlp in layers)
+        # Chunks are cut by the host's numbers.
+        return not self.spec.chunks and all(mlp.is_enqueued for mlp in layers)
 
     @property
     def host_calls(self) -> HostCalls | None:
@@ -116,6 +117,12 @@ class Decoder:
         step = Step(
             batch=batch,
             attention_work=self.backend.plan_attention(batch, cache.block_size),
+            chunked_work={
+                chunk: self.backend.plan_attention(
+                    batch.within_chunks(chunk, cache.block_size), cache.block_size
+                )
+                for chunk in self.spec.chunks
+            },
             rotations=tuple(rope.rotation(positions) for rope in self.ropes),
             query_scales=tuple(rope.query_scale(positions) for rope in self.ropes),
             token_inputs=None

@@ -233,8 +233,12 @@ class StreamedExperts:
             start += count
             if count:
                 tokens = own // top_k
-                said = self._run(expert, hidden[tokens]).float()
-                out.index_add_(0, tokens, said * shares[own, None])
+                read, share = hidden[tokens], shares[own, None]
+                if self.spec.weighs_inputs:
+                    said = self._run(expert, read * share.to(read.dtype)).float()
+                else:
+                    said = self._run(expert, read).float() * share
+                out.index_add_(0, tokens, said)
         return out
 
     def _run(self, expert: tuple[LinearTiles, ...], x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def _find(
     is_bias = len(slot.shape) == 1
     count, rows = mlp.router.num_experts, slot.shape[0]
     first, step = 0, 1
-    if slot.role is not Role.DOWN and mlp.gated:
+    if slot.role is not Role.DOWN and mlp.gated and names.experts.stacked_apart is None:
         rows *= 2
         turns = names.experts.takes_turns
         first = (1 if turns else slot.shape[0]) if slot.role is Role.UP else 0
@@ -120,7 +120,11 @@ def _find(
 
 
 def _stack(slot: TensorSlot, names: ExpertNames) -> str:
-    return names.stacked_down if slot.role is Role.DOWN else names.stacked_gate_up
+    if slot.role is Role.DOWN:
+        return names.stacked_down
+    if names.stacked_apart is not None:
+        return names.stacked_apart[slot.role is Role.UP]
+    return names.stacked_gate_up
 
 
 class SeparatedExperts:

@@ -50,6 +50,7 @@ class Experts:
             one by one and the host waits for the router's choice.
         norms: the experts' own; see `ExpertsSpec`.
         latent: around the chosen experts; the router and the shared one read the row itself.
+        weighs_inputs: see `ExpertsSpec`.
         joint: with `norms`, sums the ranks' parts before them; None if this is all of it.
     """
 
@@ -66,6 +67,7 @@ class Experts:
     norms: ExpertNorms | None
     backend: Backend
     latent: LatentRows | None = None
+    weighs_inputs: bool = False
     joint: Joint | None = None
 
     @property
@@ -121,9 +123,10 @@ class Experts:
         """Do the same for rows whose experts are chosen."""
         if isinstance(self.grouped, HostExperts):
             return self.grouped.begin(hidden, ids, weights)
-        if self.grouped is not None:
-            return partial(self.grouped, hidden, ids, weights)
-        return partial(self._one_by_one, hidden, ids, weights)
+        run = self._one_by_one if self.grouped is None else self.grouped
+        if self.weighs_inputs:
+            return partial(_of_weighed, run, hidden, ids, weights)
+        return partial(run, hidden, ids, weights)
 
     def _one_by_one(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden, dtype=torch.float32)
@@ -142,3 +145,13 @@ class Experts:
         if self.shared_gate is None:
             return said
         return said * linear(hidden.float(), self.shared_gate).sigmoid()
+
+
+def _of_weighed(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """Run each choice as a row of its own, multiplied by its weight."""
+    rows = (hidden.unsqueeze(1) * weights.unsqueeze(-1).to(hidden.dtype)).flatten(0, 1)
+    ones = torch.ones_like(weights).view(-1, 1)
+    said: Tensor = run(rows, ids.reshape(-1, 1), ones).unflatten(0, ids.shape).sum(1)
+    return said

@@ -81,6 +81,7 @@ class HostSide:
             router=router,
             first_expert=here.start,
             num_here=len(here),
+            weighs_inputs=spec.weighs_inputs,
             gate=gate,
             up=up,
             down=down,

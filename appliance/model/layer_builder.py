@@ -290,6 +290,7 @@ class LayerBuilder:
             norms=weights.norms,
             latent=self._latent_rows(weights.latent),
             backend=self._backend,
+            weighs_inputs=spec.weighs_inputs,
             joint=joint,
         )
 

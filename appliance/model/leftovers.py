@@ -42,7 +42,7 @@ def leftovers(source: ModelSource) -> list[str]:
     left = set(source.weights.tensor_names()) - {slot.name for slot in source.slots()}
     if source.spec.tied_head:
         left.discard(f"{names.head}.weight")  # copy of the embedding
-    unused = (*_draft_layers(source), *_unread_keys(source))
+    unused = (*_draft_layers(source), *_unread_keys(source), *_indexers(source))
     if source.fallback is not None:
         left = {name for name in left if not source.fallback.is_ignored(name)}
     return sorted(n for n in left if not n.endswith(USED_ELSEWHERE) and not n.startswith(unused))
@@ -114,6 +114,14 @@ def _unread_keys(source: ModelSource) -> tuple[str, ...]:
         if mixer.kv_layer is not None
         for part in (*names.qkv[1:], names.key_norm)
     )
+
+
+def _indexers(source: ModelSource) -> tuple[str, ...]:
+    """Return the name prefixes of indexers, which choose every position of the contexts here."""
+    names = source.family.names
+    layers = source.spec.latent_layers.items()
+    chosen = (index for index, mixer in layers if mixer.chosen is not None)
+    return tuple(f"{names.in_layer(index, names.latent.indexer)}." for index in chosen)
 
 
 def _draft_layers(source: ModelSource) -> tuple[str, ...]:

@@ -65,6 +65,8 @@ def load_decoder(
     for_host = reader.for_host()
     report = on_progress or (lambda stage, done, total: None)
     spec = source.spec if part is None else part.shard.spec
+    length = spec.context_length if context_length is None else context_length
+    spec = spec.for_context(length)
     cutter = None if part is None else WeightCutter(part.shard, copies=True)
     read = reader.layer if cutter is None else partial(cutter.read, reader)
     ropes = distinct_ropes(spec)
@@ -102,7 +104,6 @@ def load_decoder(
     head = table or backend.prepare_linear(head_matrix, None, dtype)
     is_shared = head is table or (isinstance(head, DenseLinear) and head.weight is embedding.weight)
     report("weights", total, total)
-    length = spec.context_length if context_length is None else context_length
     return Decoder(
         spec=spec,
         backend=backend,

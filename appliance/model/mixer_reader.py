@@ -48,11 +48,15 @@ class MixerReader:
     def _attention(self, index: int, spec: AttentionSpec) -> AttentionWeights:
         names, reads = self._names, spec.kv_layer is not None
         sources = names.qkv[: 1 if reads else 2 if spec.keys_are_values else 3]
+        gates = (names.head_gates,) if spec.head_gates else ()
         return AttentionWeights(
-            inputs=self._heads(index, sources, spec),
+            inputs=self._heads(index, sources, spec)
+            + self._tensors.linears(index, gates, bias=False),
             output=self._tensors.linears(index, (names.output,), spec.output_bias)[0],
-            query_norm=self._head_norm(index, names.query_norm, spec.qk_norm),
-            key_norm=None if reads else self._head_norm(index, names.key_norm, spec.qk_norm),
+            query_norm=self._head_norm(index, names.query_norm, spec.qk_norm, spec.head_dim),
+            key_norm=None
+            if reads
+            else self._head_norm(index, names.key_norm, spec.qk_norm, spec.head_dim),
             value_norm=None
             if reads or spec.value_norm is None
             else self._tensors.plain_norm(spec.head_dim, spec.value_norm),
@@ -62,7 +66,8 @@ class MixerReader:
     def _heads(self, index: int, sources: tuple[str, ...], spec: AttentionSpec) -> list[LinearPart]:
         parts = self._tensors.linears(index, sources, spec.qkv_bias)
         orders = [head_rows(spec, self._names, part) for part in range(len(parts))]
-        assert spec.qk_norm is None or orders[0] is None, "norms of heads would have to follow"
+        weighted = spec.qk_norm is not None and spec.qk_norm.weight
+        assert not weighted or orders[0] is None, "norms of heads would have to follow"
         parts = [
             part if rows is None else part.rows(rows)
             for part, rows in zip(parts, orders, strict=True)
@@ -161,5 +166,9 @@ class MixerReader:
         filters = self._tensors.dense(f"{name}.weight").float().flatten(1)
         return filters, self._tensors.dense(f"{name}.bias").float() if bias else None
 
-    def _head_norm(self, index: int, part: str, spec: NormSpec | None) -> Norm | None:
-        return None if spec is None else self._tensors.norm(self._names.in_layer(index, part), spec)
+    def _head_norm(self, index: int, part: str, spec: NormSpec | None, width: int) -> Norm | None:
+        if spec is None:
+            return None
+        if not spec.weight:
+            return self._tensors.plain_norm(width, spec)
+        return self._tensors.norm(self._names.in_layer(index, part), spec)

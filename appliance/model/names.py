@@ -20,6 +20,7 @@ class ExpertNames:
     Attributes:
         stacked_gate_up: gate and up of all experts in one tensor, in some checkpoints.
         stacked_down: the same for down.
+        stacked_apart: gate of all experts in one tensor, and up in another; in full.
         takes_turns: rows of gate and up alternate in such a tensor, instead of halves.
         transposed: such a tensor has inputs before outputs, if unquantized.
     """
@@ -40,6 +41,7 @@ class ExpertNames:
     out_of_latent: str = ""
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    stacked_apart: tuple[str, str] | None = None
     takes_turns: bool = False
     transposed: bool = False
 
@@ -76,6 +78,7 @@ class LatentNames:
     heads: str = "self_attn.kv_b_proj"
     keys: str = ""
     values: str = ""
+    indexer: str = "self_attn.indexer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,7 @@ class TensorNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # in full
+    head_gates: str = "self_attn.g_proj"
     output: str = "self_attn.o_proj"
     mixer_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"

@@ -14,6 +14,7 @@ from appliance.kernels.cpu.structs import (
     LinearStruct,
     ModelStruct,
     NormStruct,
+    OutputGateCode,
     RopeStruct,
     TokenInputsStruct,
     TokenInputStruct,
@@ -248,6 +249,8 @@ def _lay_out_mlp(
     if isinstance(weights, ExpertsWeights):
         assert isinstance(spec, ExpertsSpec)
         struct.experts, of_all = lay_out_experts(packer, weights, spec), weights.shared
+        struct.expert_gating = gating_struct(spec.activation)
+        spec = spec.shared or spec
     else:
         of_all = weights
     if of_all is not None:
@@ -268,11 +271,12 @@ def _attention(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         window=spec.window or 0,
+        chunk=spec.chunk or 0,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         rope=ropes.index(spec.rope),
         num_qkv=len(parts),
-        output_gate=spec.output_gate,
+        output_gate=OutputGateCode.HEADS if spec.head_gates else OutputGateCode(spec.output_gate),
         qkv=(LinearStruct * 4)(*(packer.linear(part.weight, part.bias) for part in parts)),
         output=packer.linear(weights.output.weight, weights.output.bias),
         query_norm=_norm(packer, weights.query_norm),
@@ -315,7 +319,11 @@ def _norm(packer: WeightPacker, norm: Norm | None) -> NormStruct:
 
 
 def _rope(packer: WeightPacker, spec: RopeSpec, rope: Rope) -> RopeStruct:
-    frequencies = packer.floats(rope.frequencies)
     return RopeStruct(
-        spec.rotary_dim, rope.amplitude, frequencies, spec.query_beta, spec.original_context
+        spec.rotary_dim,
+        rope.amplitude,
+        packer.floats(rope.frequencies),
+        spec.query_beta,
+        spec.original_context,
+        spec.query_shift,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.cpu.structs import (
     ExpertsStruct,
     GatingStruct,
@@ -30,7 +30,7 @@ ACTIVATIONS = {
     Activation.RELU: 4,
     Activation.GELU: 5,
 }
-_CLAMPED_SWIGLU = 2
+_CLAMPED_SWIGLU, _BOUNDED_SWIGLU = 2, 6
 _SCORINGS = {scoring: ScoringCode[scoring.name] for scoring in Scoring}
 
 
@@ -77,6 +77,7 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
         else exact.linear(weights.shared_gate),
         first_expert=spec.experts.start,
         num_here=len(spec.experts),
+        weighs_inputs=spec.weighs_inputs,
         gate=gate,
         up=up,
         down=down,
@@ -112,6 +113,8 @@ def lay_out_each(
 def gating_struct(gating: Gating) -> GatingStruct:
     if isinstance(gating, ClampedSwiGLU):
         return GatingStruct(_CLAMPED_SWIGLU, gating.limit, gating.alpha)
+    if isinstance(gating, BoundedSwiGLU):
+        return GatingStruct(_BOUNDED_SWIGLU, gating.limit)
     return GatingStruct(ACTIVATIONS[gating])
 
 

@@ -33,6 +33,7 @@ class Rope:
     amplitude: float  # multiplies cosine and sine
     query_beta: float = 0.0  # see `RopeSpec`
     original_context: int = 0
+    query_shift: int = 0
 
     @classmethod
     def of(cls, spec: RopeSpec, context_length: int, device: torch.device | None) -> Rope:
@@ -50,6 +51,7 @@ class Rope:
             spec.attention_factor,
             spec.query_beta,
             spec.original_context,
+            spec.query_shift,
         )
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +66,8 @@ class Rope:
             return None
         import torch
 
-        periods = torch.div(positions, self.original_context, rounding_mode="floor")
+        shifted = positions + self.query_shift
+        periods = torch.div(shifted, self.original_context, rounding_mode="floor")
         return 1 + self.query_beta * torch.log1p(periods.float())
 
 

@@ -167,8 +167,19 @@ def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None)
             )
     if is_part:
         weights = TextPart(weights, family.names)
-    source = ModelSource(path, family, config, spec, weights)
+    source = ModelSource(path, family, config, spec, weights, notes=_of_indexer(spec))
     return _with_stored_ends(source, folder) if spec.tied_head else source
+
+
+def _of_indexer(spec: DecoderSpec) -> tuple[str, ...]:
+    """Say how long contexts can be, of a model that chooses the positions that it sees."""
+    chosen = [m.chosen for m in spec.latent_layers.values() if m.chosen is not None]
+    if not chosen:
+        return ()
+    return (
+        f"contexts end at {spec.context_length} tokens: so many positions its lightning indexer"
+        " chooses for each token, and attention to chosen positions alone is not computed here",
+    )
 
 
 def _with_stored_ends(source: ModelSource, folder: SafetensorsFolder) -> ModelSource:

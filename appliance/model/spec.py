@@ -5,7 +5,7 @@ Two executors read it: the torch decoder and the CPU library. Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from math import prod
@@ -35,8 +35,8 @@ class RopeScaling(Enum):
 class RopeSpec:
     """Rotary position embedding by halves: element i pairs with i + rotary_dim / 2.
 
-    With `query_beta`, rotated queries are multiplied by 1 + query_beta * log(1 + floor(position /
-    original_context)), as in Llama 4 and Ministral 3.
+    With `query_beta`, rotated queries are multiplied by 1 + query_beta * log(1 + floor((position +
+    query_shift) / original_context)), as in Llama 4 and Ministral 3.
     """
 
     theta: float
@@ -54,6 +54,7 @@ class RopeSpec:
     truncate: bool = True  # YARN: round the blended range to whole dimensions
     turning: int = 0  # PROPORTIONAL: number of first pairs that rotate
     query_beta: float = 0.0  # needs original_context
+    query_shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class NormSpec:
     offset: float = 0.0
     centered: bool = False
     bias: bool = True  # of a centered norm
+    weight: bool = True  # the checkpoint has one; else it is 1
 
 
 class HeadNormKind(Enum):
@@ -87,12 +89,14 @@ class AttentionSpec:
     scale: float  # multiplies q . k
     rope: RopeSpec
     window: int | None = None  # a query reads this many latest positions, its own included
+    chunk: int | None = None  # it reads its chunk of so many positions, up to its own
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None  # of queries and keys
     head_norms: HeadNormKind = HeadNormKind.EACH
     output_gate: bool = False  # the query linear also computes gates of the heads' output
+    head_gates: bool = False  # another linear computes a gate of each head's whole output
     sinks: bool = False  # each head's softmax has a learned extra score
     value_norm: NormSpec | None = None  # per head, without a weight
     keys_are_values: bool = False  # values are the keys before norm and RoPE
@@ -113,6 +117,8 @@ class LatentAttentionSpec:
         norm: of both latents.
         bias: of the first linears and the last.
         interleaved: the checkpoint stores rotated rows as pairs.
+        chosen: an indexer chooses so many positions for a query to see. It is not run: contexts
+            end where it would leave out the first.
     """
 
     num_heads: int
@@ -126,6 +132,7 @@ class LatentAttentionSpec:
     norm: NormSpec
     bias: bool = False
     interleaved: bool = True
+    chosen: int | None = None
 
     @property
     def width(self) -> int:
@@ -176,6 +183,7 @@ class ExpertsSpec:
         held: numbers of the experts in a rank's part of the model; None: all of them.
         latent: elements that each expert reads and says, if a linear maps the layer's norm to them
             and another maps their sum back (Nemotron 3 Super); None: `hidden_size`.
+        weighs_inputs: the router's weights multiply what experts read, not what they say.
     """
 
     intermediate_size: int
@@ -188,6 +196,7 @@ class ExpertsSpec:
     gated: bool = True
     held: range | None = None
     latent: int | None = None
+    weighs_inputs: bool = False
 
     @property
     def experts(self) -> range:
@@ -321,6 +330,23 @@ class DecoderSpec:
         """Layers with latent attention, by index, in order."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentAttentionSpec)}
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Distinct chunks of positions that layers attend within."""
+        mixers = self.attention_layers.values()
+        return tuple(dict.fromkeys(mixer.chunk for mixer in mixers if mixer.chunk is not None))
+
+    def for_context(self, length: int) -> DecoderSpec:
+        """Return a decoder without chunks that no sequence of up to `length` tokens leaves."""
+
+        def of_layer(layer: LayerSpec) -> LayerSpec:
+            mixer = layer.mixer
+            if not isinstance(mixer, AttentionSpec) or (mixer.chunk or 0) < length:
+                return layer
+            return replace(layer, mixer=replace(mixer, chunk=None))
+
+        return replace(self, layers=tuple(map(of_layer, self.layers))) if self.chunks else self
 
     @property
     def cache_layers(self) -> dict[int, CachedSpec]:

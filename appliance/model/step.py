@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from appliance.kernels.ragged import RaggedBatch
@@ -19,6 +21,7 @@ class Step:
 
     batch: RaggedBatch
     attention_work: object  # result of the backend's plan_attention
+    chunked_work: Mapping[int, object]  # the same within chunks of so many positions
     # Cosine and sine, (num_tokens, rotary_dim / 2) float32, per kind of RoPE.
     rotations: tuple[tuple[Tensor, Tensor], ...]
     # Factor of queries, (num_tokens,) float32, per kind of RoPE; None without one.

@@ -39,6 +39,7 @@ class Role(Enum):
     DOWN = "down"
     ROUTER = "router"  # router of experts, and the shared expert's gate
     EXPERT_LATENT = "expert latent"  # maps a row to what experts read, or back
+    HEAD_GATES = "head gates"  # gates of attention heads' outputs
     NUMBERS = "numbers"  # sinks and factors
     TOKEN_INPUT = "token input"  # per-layer inputs from tokens
     HEAD_NORM = "head norm"  # norm of a recurrent head's output
@@ -48,7 +49,7 @@ class Role(Enum):
     @property
     def decides(self) -> bool:
         """True for small tensors with a large effect, which are never quantized."""
-        return self in (Role.ROUTER, Role.RATE, Role.LATENT_HEADS)
+        return self in (Role.ROUTER, Role.RATE, Role.LATENT_HEADS, Role.HEAD_GATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,10 @@ def _attention_slots(
         parts = [(Role.QKV, queries + 2 * keys)]
     for part, (role, rows) in zip(names.qkv[: len(parts)], parts, strict=True):
         yield from found.linear(part, role, rows, halves * hidden, attention.qkv_bias)
-    if attention.qk_norm is not None:
+    if attention.head_gates:
+        heads, inputs = attention.num_heads, halves * hidden
+        yield from found.linear(names.head_gates, Role.HEAD_GATES, heads, inputs, bias=False)
+    if attention.qk_norm is not None and attention.qk_norm.weight:
         at_once = attention.head_norms is HeadNormKind.ALL
         yield found.norm(names.query_norm, queries if at_once else attention.head_dim)
         if attention.kv_layer is None:

@@ -52,14 +52,19 @@ def names_in(
 ) -> TensorNames:
     """Return the names under the checkpoint's prefix; unchanged if no prefix matches.
 
-    The head may lie under any part of the prefix. Returns `others` if the first norm has its name
-    there.
+    The head may lie under any part of the prefix. Returns `others` if the first norm, and a router
+    where both sets name it differently, has its name there.
     """
     present = set(weights.tensor_names())
     under = [names.under(prefix) for prefix in PREFIXES]
     if others is not None:
         under += [others.under(prefix) for prefix in PREFIXES]
-        under = [found for found in under if _first_norm(found) in present]
+        routers = {names.experts.router, others.experts.router}
+        under = [
+            found
+            for found in under
+            if _first_norm(found) in present and (len(routers) == 1 or _has_router(found, present))
+        ]
     by_embedding = (found for found in under if f"{found.embedding}.weight" in present)
     # The file of a tied model may hold the head alone.
     by_norm = (found for found in under if f"{found.final_norm}.weight" in present)
@@ -97,6 +102,12 @@ def _spelled(names: TensorNames, present: set[str]) -> TensorNames:
 
 def _first_norm(names: TensorNames) -> str:
     return f"{names.in_layer(0, names.mixer_norm)}.weight"
+
+
+def _has_router(names: TensorNames, present: set[str]) -> bool:
+    before, _, after = names.layer.partition("{}")
+    ending = f"{after}{names.experts.router}.weight"
+    return any(name.startswith(before) and name.endswith(ending) for name in present)
 
 
 class TextPart:

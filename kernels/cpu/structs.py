@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 19  # AP_ABI
+ABI = 20  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -106,6 +106,8 @@ class RopeStruct(Structure):
         ("frequencies", c_void_p),
         ("query_beta", c_float),
         ("original_context", c_int32),
+        ("query_shift", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -117,6 +119,14 @@ class HeadNormsCode(IntEnum):
     ROTATED = 2
 
 
+class OutputGateCode(IntEnum):
+    """ap_output_gate."""
+
+    NONE = 0
+    ELEMENTS = 1
+    HEADS = 2
+
+
 class AttentionStruct(Structure):
     """ap_attention."""
 
@@ -125,6 +135,7 @@ class AttentionStruct(Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
+        ("chunk", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
         ("rope", c_int32),
@@ -253,6 +264,8 @@ class ExpertsStruct(Structure):
         ("shared_gate", LinearStruct),
         ("first_expert", c_int32),
         ("num_here", c_int32),
+        ("weighs_inputs", c_int32),
+        ("reserved", c_int32),
         ("gate", c_void_p),
         ("up", c_void_p),
         ("down", c_void_p),
@@ -319,6 +332,7 @@ class LayerStruct(Structure):
         ("up", LinearStruct),
         ("down", LinearStruct),
         ("gating", GatingStruct),
+        ("expert_gating", GatingStruct),
         ("cache_layer", c_int32),
         ("mixer_norm", NormStruct),
         ("mixer_post_norm", NormStruct),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.gated_activation import reference
 
 if TYPE_CHECKING:
@@ -28,6 +28,6 @@ def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
             activated = functional.relu(gate)
         case Activation.GELU:
             activated = functional.gelu(gate)
-        case ClampedSwiGLU():
+        case ClampedSwiGLU() | BoundedSwiGLU():
             return reference.gated_activation(gate_up, activation)  # rounds once
     return activated.mul_(up)

@@ -16,9 +16,9 @@ def gated_activation_kernel(
     gate_up_ptr,  # (num_tokens, 2 * intermediate), rows stride apart; see RUN
     intermediate,
     stride,
-    ACTIVATION: tl.constexpr,  # the value of an Activation, or "clamped_swiglu"
-    LIMIT: tl.constexpr,  # of "clamped_swiglu", like the next
-    ALPHA: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # the value of an Activation, "clamped_swiglu" or "bounded_swiglu"
+    LIMIT: tl.constexpr,  # of the last two
+    ALPHA: tl.constexpr,  # of "clamped_swiglu"
     RUN: tl.constexpr,  # columns of gate, then of up, in turns; 0: half a row each
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,  # see `dependent_launch`
@@ -42,12 +42,16 @@ def gated_activation_kernel(
         b_up = tl.minimum(b_up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         b_up = tl.maximum(b_up, -LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
         b_inner = ALPHA * b_gate
-    elif ACTIVATION == "silu":
+    elif ACTIVATION == "silu" or ACTIVATION == "bounded_swiglu":
         b_inner = b_gate
     else:
         # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z; the first number is 2 * sqrt(2 / pi).
         b_inner = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
     b_exponent = tl.minimum(-b_inner * LOG2_E, EXPONENT_LIMIT)
     b_activated = b_gate / (1.0 + tl.exp2(b_exponent))
+    if ACTIVATION == "bounded_swiglu":
+        b_activated = tl.minimum(b_activated, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_up = tl.minimum(b_up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_up = tl.maximum(b_up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     b_result = (b_activated * b_up).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + i_token * intermediate + o_column, b_result, mask=b_mask)

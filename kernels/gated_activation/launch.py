@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.dependent_launch.launch import early_options, starts_early
 from appliance.kernels.gated_activation.kernel import gated_activation_kernel
 
@@ -39,7 +39,7 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
             f"the gated activation on the GPU has no kernel for {gate_up.dtype}; "
             f"supported: {', '.join(map(str, FLOAT_DTYPES))}"
         )
-    if activation not in COVERED and not isinstance(activation, ClampedSwiGLU):
+    if isinstance(activation, Activation) and activation not in COVERED:
         raise UnsupportedModelError(
             f"the gated activation on the GPU has no kernel for {activation.value}"
         )
@@ -70,4 +70,6 @@ def constexprs(activation: Gating) -> dict[str, str | float]:
     if isinstance(activation, ClampedSwiGLU):
         limit, alpha = activation.limit, activation.alpha
         return {"ACTIVATION": "clamped_swiglu", "LIMIT": limit, "ALPHA": alpha}
+    if isinstance(activation, BoundedSwiGLU):
+        return {"ACTIVATION": "bounded_swiglu", "LIMIT": activation.limit, "ALPHA": 0.0}
     return {"ACTIVATION": activation.value, "LIMIT": 0.0, "ALPHA": 0.0}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,9 @@ def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
         limit = activation.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
         gated = gate * torch.sigmoid(activation.alpha * gate)
+    elif isinstance(activation, BoundedSwiGLU):
+        limit = activation.limit
+        gated, up = activated(gate, Activation.SILU).clamp(max=limit), up.clamp(-limit, limit)
     else:
         gated = activated(gate, activation)
     return (gated * up).to(gate_up.dtype)

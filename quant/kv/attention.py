@@ -46,7 +46,7 @@ def attend_with(
     mean = 0.0 if precision.key_mean is None else precision.key_mean
     closed, opened = _stored(precision, key - mean, value)
     group = query.shape[1] // key.shape[1]
-    own, seen = (mask[::EVERY] for mask in _visible(len(key), spec.window, query.device))
+    own, seen = (mask[::EVERY] for mask in _visible(len(key), spec, query.device))
 
     def scores(keys: Tensor) -> Tensor:
         full = (keys + mean).repeat_interleave(group, dim=1)
@@ -65,11 +65,15 @@ def attend_with(
     return (weighed(weights * own, opened[1]) + weighed(weights * ~own, closed[1])).flatten(1)
 
 
-def _visible(count: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _visible(count: int, spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens, tokens) bool masks: keys in the query's own block, and visible keys."""
     place = torch.arange(count, device=device)
     blocks = place // PAGE_TOKENS
-    return blocks.unsqueeze(1) == blocks, visible(0, count, count, window, device=device)
+    seen = visible(0, count, count, spec.window, device=device)
+    if spec.chunk is not None:
+        chunks = place // spec.chunk
+        seen = seen & (chunks.unsqueeze(1) == chunks)
+    return blocks.unsqueeze(1) == blocks, seen
 
 
 Pair = tuple["Tensor", "Tensor"]

@@ -32,7 +32,8 @@ def is_plain(layer: LayerSpec) -> bool:
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionSpec) or not isinstance(mlp, MLPSpec) or not mlp.gated:
         return False
-    changed = mixer.output_gate or mixer.value_norm is not None or mixer.keys_are_values
+    gated = mixer.output_gate or mixer.head_gates
+    changed = gated or mixer.value_norm is not None or mixer.keys_are_values
     return not (changed or layer.norm.centered or layer.parallel)
 
 

@@ -48,7 +48,7 @@ def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Pa
     return write_sure_model(model_type, folder, **SIZES | settings), folder
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "nemotron_h"])
+@pytest.fixture(scope="module", params=["lfm2", "lfm3", "qwen3_5", "nemotron_h"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model of transformers, and the folder that it was written to."""
     return _write(request.param, tmp_path_factory)

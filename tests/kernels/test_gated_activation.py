@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU, Gating
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU, Gating
 from appliance.kernels.gated_activation import cpu, reference
 
 
@@ -18,6 +18,9 @@ def exact(gate_up: torch.Tensor, activation: Gating) -> torch.Tensor:
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+    if isinstance(activation, BoundedSwiGLU):
+        limit = activation.limit
+        return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     match activation:
         case Activation.SILU:
             return functional.silu(gate) * up
@@ -31,7 +34,10 @@ def exact(gate_up: torch.Tensor, activation: Gating) -> torch.Tensor:
             return functional.gelu(gate) * up
 
 
-@pytest.mark.parametrize("activation", [*Activation, ClampedSwiGLU(limit=3.0, alpha=1.7)], ids=str)
+GATINGS = [*Activation, ClampedSwiGLU(limit=3.0, alpha=1.7), BoundedSwiGLU(limit=2.0)]
+
+
+@pytest.mark.parametrize("activation", GATINGS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],

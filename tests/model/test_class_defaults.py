@@ -44,7 +44,7 @@ ALL = DENSE | EXPERTS | RECURRENT | CENTERED | RELATIVES
 MODELS = (
     *("llama-yarn-scaled", "mistral-window", "ministral3", "qwen2-window", "qwen3-window-bias"),
     *("gemma3", "gemma4", "gemma4-small", "gemma4-unified", "granite", "phi3-window"),
-    *(EXPERTS.keys() - {"qwen3_moe-one", "deepseek_v2", "gemma4"}),
+    *(EXPERTS.keys() - {"qwen3_moe-one", "deepseek_v2", "gemma4", "step3p7"}),
     *(RECURRENT.keys() - {"lfm2-bias", "granite4-dense"}),
     *("opt", "falcon", "falcon-new", "falcon-in-turn"),
     *RELATIVES,

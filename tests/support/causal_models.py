@@ -18,11 +18,24 @@ def random_model(model_type: str, attention: str | None = None, **settings: Any)
         from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
         made = Mistral4ForCausalLM
+    elif model_type == "step3p5":  # transformers has the text as a part alone
+        config = _whole_step(config)
+        made = transformers.Step3p7ForConditionalGeneration
     else:
         made = transformers.AutoModelForCausalLM.from_config
     model = made(config).eval()
     assert model.num_parameters() < MOST_PARAMETERS, f"not small: {config}"
     return model
+
+
+def _whole_step(text: Any) -> Any:
+    """Settings of a whole with the smallest vision."""
+    import transformers
+
+    vision = {"width": 32, "layers": 1, "heads": 2, "image_size": 28, "mlp_ratio": 1.0}
+    whole = transformers.Step3p7Config(text_config=text, vision_config=vision)
+    whole._attn_implementation = text._attn_implementation
+    return whole
 
 
 def spread_weights(model: Any) -> None:

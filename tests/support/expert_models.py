@@ -35,6 +35,85 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
     ),
+    # An indexer would choose among more positions than these.
+    "deepseek_v32": (
+        "deepseek_v32",
+        LATENT
+        | {
+            "q_lora_rank": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "index_topk": 100,
+            "index_head_dim": 32,
+            "index_n_heads": 2,
+        },
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        LATENT
+        | {
+            "q_lora_rank": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+            "index_topk": 100,
+            "index_head_dim": 32,
+            "index_n_heads": 2,
+        },
+    ),
+    # Chunks of 32 tokens, layers without positions whose queries grow every 4, inputs weighed.
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 5,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 56,
+            "intermediate_size": 24,
+            "attention_chunk_size": 32,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "llama4-two": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "no_rope_layers": [1, 0, 1],
+            "attention_bias": True,
+        },
+    ),
+    # More heads where layers have windows, a gate of each head, bounds of gate and up by layer.
+    "step3p7": (
+        "step3p5",
+        {
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "num_sliding_attention_heads": 6,
+            "sliding_window": 7,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 40,
+            "moe_router_scaling_factor": 1.7,
+            "swiglu_limits": [None, 0.5, None, 0.7],
+            "swiglu_limits_shared": [0.4, 0.6, None, 0.0],
+            "rope_theta": [500.0, 100.0, 100.0, 500.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe": (
         "granitemoe",

@@ -35,6 +35,26 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Windows, a part of a head that turns, norms behind each part, gates of heads.
+RECURRENT["lfm3"] = (
+    "lfm3",
+    {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        "num_hidden_layers": 4,
+        "sliding_window": 7,
+        "conv_L_cache": 5,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    },
+)
 DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,

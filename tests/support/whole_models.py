@@ -88,6 +88,8 @@ WHOLES: dict[str, dict[str, Any]] = {
     "internvl": {},
     "kimi_k25": _ROUTED | _LATENT,
     "lfm2_vl": {},
+    "lfm3_vl": {},
+    "llama4": {"num_local_experts": 4, "intermediate_size_mlp": 48},
     "llava": {},
     "llava_next": {},
     "llava_onevision": {},
@@ -101,6 +103,14 @@ WHOLES: dict[str, dict[str, Any]] = {
     "qwen3_vl": _INTERLEAVED,
     "qwen3_vl_moe": _EXPERTS | _INTERLEAVED,
     "smolvlm": {},
+    "step3p7": _ROUTED
+    | {
+        "share_expert_dim": 24,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", *["sliding_attention"] * 2],
+        "num_sliding_attention_heads": 6,
+        "sliding_window": 7,
+    },
     "voxtral": {},
 }
 # The same of wholes whose text part runs by transformers' modules: by a class of its own, or by the

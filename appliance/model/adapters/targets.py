@@ -155,7 +155,8 @@ def unserved_linears(spec: DecoderSpec, names: TensorNames) -> dict[str, str]:
         layer, place = spec.layers[slot.layer], _PLACES.get(slot.role, AdapterPlace.INTO_MIXER)
         if slot.role in (Role.ROUTER, Role.TOKEN_INPUT, Role.EXPERT_LATENT):
             continue
-        if part := _why_not(layer, place):
+        gates = slot.role is Role.HEAD_GATES
+        if part := "the gates of heads" if gates else _why_not(layer, place):
             found[slot.name.removesuffix(".weight")] = part
     return found
 

@@ -1,7 +1,12 @@
-"""DeepSeek V2 and V3, and GLM-4.7-Flash: latent attention, routed and shared experts."""
+"""DeepSeek V2 to V3.2, GLM-4.7-Flash and GLM-5: latent attention, routed and shared experts.
+
+V3.2 and GLM-5 choose the positions that a query sees, all of them up to `index_topk`: contexts end
+there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.routing import Scoring
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
     from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import DecoderSpec, ExpertsSpec
+    from appliance.model.spec import DecoderSpec, ExpertsSpec, LatentAttentionSpec
 
 _EPSILON = 1e-20  # of sigmoid routers, in transformers
 _SIGMOID = 2  # `expert_gating_func` of GGUF
@@ -63,6 +68,26 @@ def _read_glm(config: ConfigReader) -> DecoderSpec:
     return _read(config, "glm4_moe_lite", _read_by_sigmoid(config), 1, kinds)
 
 
+def _read_v32(config: ConfigReader) -> DecoderSpec:
+    return _read_indexed(config, "deepseek_v32")
+
+
+def _read_glm5(config: ConfigReader) -> DecoderSpec:
+    for key in ("indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"):
+        config.value(key)  # say where positions are chosen anew
+    return _read_indexed(config, "glm_moe_dsa")
+
+
+def _read_indexed(config: ConfigReader, architecture: str) -> DecoderSpec:
+    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
+    kinds = read_layer_kinds(config, {"dense": True, "sparse": False}, layers, "mlp_layer_types")
+    read_layer_kinds(config, {"indexed_attention": True}, layers)
+    config.value("head_dim")  # the class replaces it
+    attention = read_latent_attention(config, interleaved=True)
+    attention = replace(attention, chosen=config.integer("index_topk"))
+    return _read(config, architecture, _read_by_sigmoid(config), dense, kinds, attention)
+
+
 def _read_by_sigmoid(config: ConfigReader) -> ExpertsSpec:
     if config.text("topk_method", _BY_BIAS) != _BY_BIAS:
         raise config.refuse("topk_method", f"{_BY_BIAS} with this architecture")
@@ -88,6 +113,7 @@ def _read(
     experts: ExpertsSpec,
     num_dense: int,
     kinds: list[bool] | None = None,
+    attention: LatentAttentionSpec | None = None,
 ) -> DecoderSpec:
     layers = config.integer("num_hidden_layers")
     is_dense = kinds or [index < num_dense for index in range(layers)]
@@ -97,7 +123,7 @@ def _read(
     return read_decoder(
         config,
         architecture,
-        [read_latent_attention(config)] * layers,
+        [attention or read_latent_attention(config)] * layers,
         experts=[None if dense else experts for dense in is_dense],
     )
 
@@ -170,4 +196,18 @@ GLM4_MOE_LITE = Family(
     read=_read_glm,
     names=_NAMES,
     draft_head=DraftHeadNames(),
+)
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    model_type="deepseek_v32",
+    architectures=("DeepseekV32ForCausalLM",),
+    read=_read_v32,
+    names=_NAMES,
+)
+GLM_MOE_DSA = Family(
+    name="glm_moe_dsa",
+    model_type="glm_moe_dsa",
+    architectures=("GlmMoeDsaForCausalLM",),
+    read=_read_glm5,
+    names=_NAMES,
 )

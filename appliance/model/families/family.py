@@ -59,7 +59,7 @@ class Family:
     """Models with the same config and tensor names.
 
     Attributes:
-        other_names: for checkpoints whose first layer's norm has another name.
+        other_names: for checkpoints whose first layer's norm, or whose routers, have another name.
         covers: tells by a config if its arithmetic can be described here; transformers' modules
             run the others.
         gguf: reads its GGUF files; None if not supported.

@@ -17,6 +17,7 @@ from appliance.model.families.gemma4_gguf import read_gemma4_gguf
 from appliance.model.families.gguf_config import GGUF_NAMES
 from appliance.model.families.rope import scaled_rope, section_of_layers
 from appliance.model.families.standard import (
+    layer_keys,
     read_activation,
     read_attention,
     read_decoder,
@@ -28,8 +29,6 @@ from appliance.model.names import ExpertNames, TensorNames, TokenInputNames
 from appliance.model.spec import MLPSpec, NormSpec, TokenInputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, ExpertsSpec, RopeSpec
 
@@ -105,7 +104,7 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
         head_dim = config.integer("global_head_dim")
         return local, _Heads(head_dim, kv_heads if shared else local.num_kv_heads)
     layers, found = config.section("per_layer_config"), set[_Heads]()
-    keys = _layer_keys(layers, config.value("per_layer_config"), len(slides))
+    keys = layer_keys(layers, config.value("per_layer_config"), len(slides))
     for index, sliding in enumerate(slides):
         own = layers.section(keys.get(index, str(index)))
         heads = _Heads(
@@ -120,23 +119,6 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
     if len(found) > 1:
         raise config.refuse("per_layer_config", "the same heads in all layers without a window")
     return local, found.pop() if found else local
-
-
-def _layer_keys(layers: ConfigReader, keys: Iterable[str], count: int) -> dict[int, str]:
-    """Return each layer's key by its number; transformers pads the numbers with zeros.
-
-    Raises:
-        UnsupportedModelError: a key is no layer's number, or two are the same layer's.
-    """
-    found: dict[int, str] = {}
-    for key in keys:
-        number = int(key) if key.isascii() and key.isdigit() else count
-        if number >= count:
-            raise layers.refuse(key, f"a layer's number below num_hidden_layers = {count}")
-        if number in found:
-            raise layers.refuse(key, f"one entry a layer, and {found[number]} is the same layer")
-        found[number] = key
-    return found
 
 
 def _sources(config: ConfigReader, slides: list[bool], first: int) -> list[int | None]:

@@ -224,6 +224,13 @@ class ConfigReader:
             f"{self.origin}: {self._written(key)} is null, but must be {expected}; {advice}"
         )
 
+    def with_value(self, key: str, value: Any) -> ConfigReader:
+        """Return the settings with another value; what either reads is read in both."""
+        values = self._values | {self._own_name(key): value}
+        reader = ConfigReader(values, self.origin, self._usual if self._is_class_known else None)
+        reader._given, reader._read = self._given, self._read
+        return reader
+
     def without(self, key: str) -> ConfigReader:
         """Return the settings without one, remembering what was read."""
         left = {name: value for name, value in self._values.items() if name != key}

@@ -10,7 +10,13 @@ from appliance.model.families.bailing import BAILING_MOE_V2
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.chatglm import CHATGLM
 from appliance.model.families.cohere import COHERE, COHERE2
-from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from appliance.model.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+)
 from appliance.model.families.ernie4_5 import ERNIE4_5
 from appliance.model.families.exaone4 import EXAONE4
 from appliance.model.families.falcon import FALCON
@@ -24,7 +30,9 @@ from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from appliance.model.families.hunyuan import HUNYUAN
 from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
+from appliance.model.families.lfm3 import LFM3
 from appliance.model.families.llama import ARCEE, EXAONE, LLAMA
+from appliance.model.families.llama4 import LLAMA4
 from appliance.model.families.minicpm import MINICPM, MINICPM3
 from appliance.model.families.minimax_m2 import MINIMAX_M2
 from appliance.model.families.ministral3 import MINISTRAL3
@@ -47,6 +55,7 @@ from appliance.model.families.seed_oss import SEED_OSS
 from appliance.model.families.smollm3 import SMOLLM3
 from appliance.model.families.stablelm import STABLELM
 from appliance.model.families.starcoder2 import STARCODER2
+from appliance.model.families.step3p7 import STEP3P7
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 from appliance.model.families.unread_gguf import NO_MODELS, UNREAD_GGUF
 
@@ -72,6 +81,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
     LFM2,
     LFM2_MOE,
+    LFM3,
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
@@ -115,6 +125,10 @@ FAMILIES: tuple[Family, ...] = (
     ARCEE,
     EXAONE,
     OLMOE,
+    LLAMA4,
+    STEP3P7,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
 )
 
 

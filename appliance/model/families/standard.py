@@ -12,6 +12,7 @@ from appliance.model.spec import (
     DecoderSpec,
     ExpertsSpec,
     HeadNormKind,
+    LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
@@ -20,7 +21,7 @@ from appliance.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import MixerSpec, RopeSpec
@@ -56,6 +57,7 @@ def read_attention(
     qk_norm: NormSpec | None = None,
     head_norms: HeadNormKind = HeadNormKind.EACH,
     output_gate: bool = False,
+    head_gates: bool = False,
     sinks: bool = False,
     value_norm: NormSpec | None = None,
     num_kv_heads: int | None = None,
@@ -81,6 +83,7 @@ def read_attention(
         qk_norm=qk_norm,
         head_norms=head_norms,
         output_gate=output_gate,
+        head_gates=head_gates,
         sinks=sinks,
         value_norm=value_norm,
         keys_are_values=keys_are_values,
@@ -150,7 +153,7 @@ def _context_length(config: ConfigReader, mixers: Sequence[MixerSpec | None]) ->
     """Return the tokens that positions are made for.
 
     YaRN says so itself, as vLLM takes it: Qwen's instructions add it and leave
-    `max_position_embeddings` at the length before.
+    `max_position_embeddings` at the length before. An indexer ends it; see `LatentAttentionSpec`.
     """
     ropes = (getattr(mixer, "rope", None) for mixer in mixers)
     scaled = [
@@ -158,7 +161,9 @@ def _context_length(config: ConfigReader, mixers: Sequence[MixerSpec | None]) ->
         for rope in ropes
         if rope is not None and rope.scaling is RopeScaling.YARN
     ]
-    return max(config.integer("max_position_embeddings"), *scaled, 0)
+    longest = max(config.integer("max_position_embeddings"), *scaled, 0)
+    latent = (mixer for mixer in mixers if isinstance(mixer, LatentAttentionSpec))
+    return min(longest, *(mixer.chosen or longest for mixer in latent), longest)
 
 
 def with_multipliers(
@@ -244,3 +249,20 @@ def read_layer_kinds(
     if any(not isinstance(kind, str) or kind not in kinds for kind in listed):
         raise config.refuse(key, " and ".join(kinds))
     return [kinds[kind] for kind in listed]
+
+
+def layer_keys(layers: ConfigReader, keys: Iterable[str], count: int) -> dict[int, str]:
+    """Return each layer's key by its number; transformers pads the numbers with zeros.
+
+    Raises:
+        UnsupportedModelError: a key is no layer's number, or two are the same layer's.
+    """
+    found: dict[int, str] = {}
+    for key in keys:
+        number = int(key) if key.isascii() and key.isdigit() else count
+        if number >= count:
+            raise layers.refuse(key, f"a layer's number below num_hidden_layers = {count}")
+        if number in found:
+            raise layers.refuse(key, f"one entry a layer, and {found[number]} is the same layer")
+        found[number] = key
+    return found

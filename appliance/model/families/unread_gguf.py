@@ -11,6 +11,7 @@ _POSITIONS = "it chooses the positions that a query sees"
 _SPEECH = "it makes sound or codes of sound, not text"
 _DRAFT = "it drafts tokens for another model and is none by itself; give that model's file"
 _GATED_HEADS = f"its attention has gates with a matrix of their own{_FOLDER}"
+_AS_FOLDER = "its GGUF files are not read yet; use the folder that it was made from"
 _EXPERTS = f"its experts and their router are not described here{_FOLDER}"
 
 _REASONS: dict[str, tuple[str, ...]] = {
@@ -27,10 +28,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
         *("kimi-linear", "kimi-k3", "minimax-01", "bailingmoe3"),
     ),
     "its layers hold several streams and learn how to mix them": ("gemma3n",),
-    "its attention is cut into chunks": ("llama4",),
     "its scores have biases by distance (ALiBi)": ("bloom", "mpt", "jais", "refact"),
     "it writes by diffusion, not in turn": ("llada", "llada-moe", "dream", "rnd1"),
-    f"{_POSITIONS} (indexed attention)": ("deepseek32", "deepseek4", "glm-dsa", "dots3note"),
+    f"{_POSITIONS} (indexed attention)": ("deepseek4", "dots3note"),
+    f"{_POSITIONS} (indexed attention); use the folder that it was made from, of which contexts of up "
+    "to as many tokens as it chooses are served": ("deepseek32", "glm-dsa"),
     f"{_POSITIONS} (indexed attention){_FOLDER}": ("minimax-m3",),
     _DRAFT: ("dflash", "eagle3", "gemma4-assistant"),
     _SPEECH: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
@@ -48,12 +50,12 @@ _REASONS: dict[str, tuple[str, ...]] = {
     f"attention and experts are side by side{_FOLDER}": ("cohere2moe",),
     f"it is LayerNorm with a bias, and an MLP without gates{_FOLDER}": ("jais2", "nemotron"),
     f"its text has the positions of images{_FOLDER}": ("paddleocr",),
+    _AS_FOLDER: ("llama4", "step35"),
     _GATED_HEADS: ("afmoe", "laguna"),
     _EXPERTS: (*("dots1", "ernie4_5-moe", "exaone-moe", "hunyuan-moe", "hy_v3", "mellum"),),
     f"norms and multipliers of its stream are not described here{_FOLDER}": ("muse-glimmer",),
     "it limits what queries, keys and values may be (clip_qkv)": ("dbrx",),
     "the heads and widths of its layers differ, and some have no attention": ("deci", "openelm"),
-    "its layers differ in heads, rotation and gates": ("step35",),
     "it runs its layers several times in turn": ("nanbeige",),
     "tokens switch between adapters that are part of it": ("graniteswitch",),
     "its router caps its logits": ("grok",),

@@ -89,7 +89,8 @@ def _attention_parts(mixer: AttentionSpec, heads: Heads) -> list[_Part]:
     queries = (mixer.num_heads * width, _of(heads, width))
     keys = (mixer.num_kv_heads * width, _of_groups(heads, width))
     copies = 0 if mixer.kv_layer is not None else 1 if mixer.keys_are_values else 2
-    return [queries, *[keys] * copies, *[queries] * mixer.output_gate]
+    gates = [(mixer.num_heads, _of(heads, 1))] * mixer.head_gates
+    return [queries, *[keys] * copies, *[queries] * mixer.output_gate, *gates]
 
 
 def _latent_queries(mixer: LatentAttentionSpec, heads: Heads) -> _Part:

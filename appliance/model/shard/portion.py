@@ -73,7 +73,7 @@ def _mixer_portion(mixer: MixerSpec, heads: Heads, slot: TensorSlot) -> float:
             return _width(channel_ranges(mixer, heads)) / slot.shape[0]
         case Role.HEAD_NORM:  # of each head, or of all side by side
             return own if isinstance(mixer, Mamba2Spec) else 1
-        case Role.QUERY | Role.QKV | Role.OUTPUT | Role.LATENT_HEADS | Role.RATE:
+        case Role.QUERY | Role.QKV | Role.OUTPUT | Role.LATENT_HEADS | Role.RATE | Role.HEAD_GATES:
             return own
         case _:
             return 1

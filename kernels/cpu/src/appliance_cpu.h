@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 19 /* changes with every change of a struct or a signature below */
+#define AP_ABI 20 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -48,25 +48,37 @@ typedef enum {
     AP_RELU_SQUARED = 3,
     AP_RELU = 4,
     AP_GELU = 5, /* by the error function */
+    AP_BOUNDED_SWIGLU = 6,
 } ap_activation;
 
 /* The middle of an MLP: act(gate) * up, or with AP_CLAMPED_SWIGLU
  * g * sigmoid(alpha * g) * (u + 1), where g is the gate clamped to at most the limit, and u is up
- * clamped to -limit .. limit. Without a gate the middle is act(up). */
+ * clamped to -limit .. limit; with AP_BOUNDED_SWIGLU min(silu(gate), limit) * u. Without a gate the
+ * middle is act(up). */
 typedef struct {
     int32_t activation; /* ap_activation */
-    float limit;        /* of AP_CLAMPED_SWIGLU, like the next */
-    float alpha;
+    float limit;        /* of AP_CLAMPED_SWIGLU and AP_BOUNDED_SWIGLU */
+    float alpha;        /* of AP_CLAMPED_SWIGLU */
 } ap_gating;
 
 typedef struct {
     int32_t rotary_dim;       /* even; element i pairs with i + rotary_dim / 2 */
     float amplitude;          /* multiplies cosine and sine */
     const float *frequencies; /* (rotary_dim / 2,), radians per position */
-    /* queries are multiplied by 1 + query_beta * log(1 + floor(position / original_context)) */
+    /* queries are multiplied by
+     * 1 + query_beta * log(1 + floor((position + query_shift) / original_context)) */
     float query_beta; /* 0: no factor */
     int32_t original_context;
+    int32_t query_shift;
+    int32_t reserved;
 } ap_rope;
+
+/* The sigmoid of gates, which the last linear of the input computes, multiplies heads' outputs. */
+typedef enum {
+    AP_GATE_NONE = 0,
+    AP_GATE_ELEMENTS = 1, /* a gate for each */
+    AP_GATE_HEADS = 2,    /* a gate for each whole head */
+} ap_output_gate;
 
 /* What the norms of queries and keys are taken of, and when. */
 typedef enum {
@@ -80,12 +92,13 @@ typedef struct {
     int32_t num_kv_heads;
     int32_t head_dim;    /* a multiple of 16, at most 512 */
     int32_t window;      /* a query sees this many latest positions, its own included; 0: all */
+    int32_t chunk;       /* a query sees its chunk of so many positions up to its own; 0: all */
     float scale;         /* multiplies q . k */
     float softcap;       /* scores become cap * tanh(scores / cap); 0: none */
     int32_t rope;        /* index into ap_model.ropes */
     int32_t num_qkv;     /* 1 to 4 linears, whose outputs are concatenated */
-    int32_t output_gate; /* 1: heads' outputs are multiplied by the sigmoid of their gates */
-    ap_linear qkv[4];    /* hidden -> query heads, key heads, value heads, gates of query heads */
+    int32_t output_gate; /* ap_output_gate */
+    ap_linear qkv[4];    /* hidden -> query heads, key heads, value heads, gates */
     ap_linear output;    /* query heads -> hidden */
     ap_norm query_norm;  /* as head_norms says */
     ap_norm key_norm;
@@ -133,7 +146,8 @@ typedef struct {
     ap_linear gate; /* without a gate this is up, and up has no codes */
     ap_linear up;
     ap_linear down;
-    ap_gating gating;
+    ap_gating gating;         /* of that MLP */
+    ap_gating expert_gating;  /* of the experts */
     int32_t cache_layer; /* of attention, index into ap_cache.layers */
     ap_norm mixer_norm;
     ap_norm mixer_post_norm;

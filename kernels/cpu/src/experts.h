@@ -110,7 +110,7 @@ static void expert_chunk(void *context, int32_t chunk, int32_t worker) {
     for (int32_t row = first_row; row < last_row; row++) {
         int64_t begin = at + (int64_t)row * section->out_stride + first;
         const float *up = section->linears[1] ? section->out[1] + begin : NULL;
-        gated_row(section->out[0] + begin, up, &s->layer->gating, last - first,
+        gated_row(section->out[0] + begin, up, &s->layer->expert_gating, last - first,
                   section->out[0] + begin);
     }
 }
@@ -172,6 +172,35 @@ static void gather_pair(void *context, int32_t pair) {
         if (!in->forms[f].group)
             memcpy(c->out + (int64_t)pair * width, c->rows + (int64_t)c->row_of[pair] * width,
                    (size_t)width * sizeof(float));
+}
+
+/* Write a row's inputs of its experts, multiplied by their weights, where their outputs will be,
+ * which are then summed as they are. */
+static void weigh_row(void *context, int32_t row) {
+    step_state *s = context;
+    chosen_experts *c = &s->chosen;
+    int32_t width = c->width, top_k = s->layer->experts->router.top_k;
+    for (int64_t choice = (int64_t)row * top_k; choice < (int64_t)(row + 1) * top_k; choice++) {
+        if (c->pair_of[choice] < 0) continue;
+        float *weighed = c->out + (int64_t)c->pair_of[choice] * width;
+        memcpy(weighed, c->rows + (int64_t)row * width, (size_t)width * sizeof(float));
+        scale_row(weighed, c->weights[choice], width);
+        c->weights[choice] = 1.0f;
+    }
+}
+
+/* Put the rows of each pair into the forms of its expert's first linears. */
+static void gather_inputs(step_state *s, int32_t pairs) {
+    const ap_experts *experts = s->layer->experts;
+    chosen_experts *c = &s->chosen;
+    if (!experts->weighs_inputs) {
+        place_inputs(s, experts->gate, experts->up, c->rows, c->row_of);
+        for_rows(s->engine, gather_pair, s, pairs);
+        return;
+    }
+    for_rows(s->engine, weigh_row, s, s->rows);
+    place_inputs(s, experts->gate, experts->up, c->out, NULL);
+    for_rows(s->engine, prepare_pair, s, pairs);
 }
 
 /* ---- adding up ---- */
@@ -242,8 +271,7 @@ static void run_chosen(step_state *s) {
     chosen_experts *c = &s->chosen;
     int32_t pairs = sort_pairs(c, experts, s->rows);
     c->width = experts->gate->in_features;
-    place_inputs(s, experts->gate, experts->up, c->rows, c->row_of);
-    for_rows(s->engine, gather_pair, s, pairs);
+    gather_inputs(s, pairs);
     expert_section inward = {
         .state = s,
         .linears = {experts->gate, experts->up},
@@ -295,7 +323,7 @@ static ap_status run_routed(ap_engine *engine, const ap_experts *experts, const 
     if (!routed_fits(experts, routed)) return AP_BAD_ARGUMENT;
     if (!routed->rows) return AP_OK;
     ap_model model = {.hidden_size = experts->gate->in_features};
-    ap_layer layer = {.experts = experts, .gating = *gating};
+    ap_layer layer = {.experts = experts, .expert_gating = *gating};
     step_state s = {.engine = engine, .model = &model, .rows = routed->rows, .layer = &layer};
     step_widths w = {0};
     widen_for_experts(&w, experts, s.rows);

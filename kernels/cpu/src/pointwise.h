@@ -109,7 +109,8 @@ static void rope_angles(const ap_rope *rope, int64_t position, float *cosine, fl
 
 /* The factor of a query at a position, besides the scale of all scores. */
 static float query_scale(const ap_rope *rope, int64_t position) {
-    return 1.0f + rope->query_beta * logf(1.0f + (float)(position / rope->original_context));
+    int64_t periods = (position + rope->query_shift) / rope->original_context;
+    return 1.0f + rope->query_beta * logf(1.0f + (float)periods);
 }
 
 /* Rotate element i with element i + rotary_dim / 2, in place; others stay. */
@@ -194,6 +195,17 @@ static void gate_clamped(const float *gate, const float *up, const ap_gating *ga
     }
 }
 
+static void gate_bounded(const float *gate, const float *up, float bound, int32_t width,
+                         float *out) {
+    vfloat limit = vf_set(bound), lowest = vf_set(-bound);
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat a = vf_min(limit, activated(load_next(gate + i, left), AP_SILU));
+        vfloat u = vf_max(lowest, vf_min(limit, load_next(up + i, left)));
+        store_next(out + i, vf_mul(a, u), left);
+    }
+}
+
 /* act(x); out may be x */
 INLINE void activate_with(const float *x, int32_t activation, int32_t width, float *out) {
     for (int32_t i = 0; i < width; i += AP_LANES) {
@@ -222,6 +234,8 @@ static void gated_row(const float *gate, const float *up, const ap_gating *gatin
         activated_row(gate, gating, width, out);
     else if (gating->activation == AP_CLAMPED_SWIGLU)
         gate_clamped(gate, up, gating, width, out);
+    else if (gating->activation == AP_BOUNDED_SWIGLU)
+        gate_bounded(gate, up, gating->limit, width, out);
     else if (gating->activation == AP_RELU_SQUARED)
         gate_with(gate, up, AP_RELU_SQUARED, width, out);
     else if (gating->activation == AP_RELU)

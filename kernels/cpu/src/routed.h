@@ -35,6 +35,8 @@ typedef struct {
     ap_linear shared_gate; /* hidden -> 1, of a float format; codes NULL: none */
     int32_t first_expert;  /* the first one that is here */
     int32_t num_here;      /* of num_experts */
+    int32_t weighs_inputs; /* 1: weights multiply the experts' inputs, not their outputs */
+    int32_t reserved;
     const ap_linear *gate; /* (num_here,); without gates this is up */
     const ap_linear *up;   /* NULL without gates */
     const ap_linear *down;

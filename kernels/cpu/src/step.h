@@ -134,8 +134,15 @@ static void gate_output_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_attention *a = &s->layer->attention;
     int32_t heads = a->num_heads * a->head_dim;
-    const float *gates = s->inputs + (int64_t)(row + 1) * qkv_width(a) - heads;
-    sigmoid_gate_row(s->mixed + (int64_t)row * heads, gates, heads);
+    float *mixed = s->mixed + (int64_t)row * heads;
+    const float *end = s->inputs + (int64_t)(row + 1) * qkv_width(a);
+    if (a->output_gate == AP_GATE_ELEMENTS) {
+        sigmoid_gate_row(mixed, end - heads, heads);
+        return;
+    }
+    for (int32_t i = 0; i < a->num_heads; i++)
+        scale_row(mixed + i * a->head_dim, 1.0f / (1.0f + expf(-end[i - a->num_heads])),
+                  a->head_dim);
 }
 
 /* Attend with every row, or with `only_write` bring keys and values into the cache alone. */

@@ -85,8 +85,9 @@ typedef struct {
 } step_state;
 
 static int32_t qkv_width(const ap_attention *a) {
-    int32_t gates = a->output_gate ? a->num_heads : 0;
-    return (a->num_heads + 2 * a->num_kv_heads + gates) * a->head_dim;
+    int32_t heads = a->num_heads + 2 * a->num_kv_heads;
+    if (a->output_gate == AP_GATE_HEADS) return heads * a->head_dim + a->num_heads;
+    return (heads + (a->output_gate ? a->num_heads : 0)) * a->head_dim;
 }
 
 /* ---- latent attention ---- */

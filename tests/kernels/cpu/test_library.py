@@ -118,7 +118,7 @@ def test_every_struct_of_the_header_is_checked() -> None:
     header = header_text()
     declared = {line[2:].rstrip(";") for line in header.splitlines() if line.startswith("} ap_")}
     enums = {"ap_status", "ap_isa", "ap_format", "ap_offset_kind", "ap_activation", "ap_scoring"}
-    enums |= {"ap_scale_format", "ap_ggml_type", "ap_head_norms"}
+    enums |= {"ap_scale_format", "ap_ggml_type", "ap_head_norms", "ap_output_gate"}
     assert declared - enums == set(step_structs.STRUCTS)
 
 

@@ -24,6 +24,7 @@ WIDTHS = (1, 15, 16, 17, 63, 64, 65, 130, 576, 1000, 4096)
 ACTIVATIONS = (GatingStruct(0), GatingStruct(1), GatingStruct(4), GatingStruct(5))
 NAMES = ["silu", "gelu-tanh", "relu", "gelu"]
 CLAMPED = GatingStruct(2, 7.0, 1.702)
+BOUNDED = GatingStruct(6, 3.0)
 EPS = 1e-5
 
 
@@ -180,6 +181,17 @@ def test_clamped_gates(library: ctypes.CDLL, width: int, in_place: bool) -> None
     result = gated(library, gate, up, CLAMPED, in_place=in_place)
     x = np.minimum(gate.astype(np.float64), 7)
     expected = x / (1 + np.exp(-1.702 * x)) * (np.clip(up, -7, 7) + 1)
+    np.testing.assert_allclose(result, expected, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_bounded_gates(library: ctypes.CDLL, width: int, in_place: bool) -> None:
+    gate, up = numbers(2, width) * 8, numbers(2, width, seed=1) * 8
+    gate[1, -1] = np.nan
+    result = gated(library, gate, up, BOUNDED, in_place=in_place)
+    x = gate.astype(np.float64)
+    expected = np.minimum(x / (1 + np.exp(-x)), 3) * np.clip(up, -3, 3)
     np.testing.assert_allclose(result, expected, rtol=2e-6, atol=2e-7)
 
 

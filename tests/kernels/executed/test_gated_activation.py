@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.gated_activation.launch import gated_activation
 
 GATES = (Activation.SILU, Activation.GELU_TANH)  # no gate is a squared ReLU
@@ -40,6 +40,17 @@ def test_clamped_gates_are_those_of_float64(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=STEP[dtype], atol=2e-6)
     broken = torch.full((1, 4), torch.nan)
     assert gated_activation(broken, ClampedSwiGLU(3.0, 1.7)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", list(STEP))
+def test_bounded_gates_are_those_of_float64(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 2 * 1032) * 4).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = functional.silu(gate).clamp(max=2.0) * up.clamp(-2.0, 2.0)
+    found = gated_activation(x, BoundedSwiGLU(limit=2.0))
+    torch.testing.assert_close(found.double(), expected, rtol=STEP[dtype], atol=2e-6)
+    broken = torch.full((1, 4), torch.nan)
+    assert gated_activation(broken, BoundedSwiGLU(2.0)).isnan().all()
 
 
 def test_gate_and_up_may_take_turns() -> None:

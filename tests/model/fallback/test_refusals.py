@@ -64,19 +64,6 @@ def configured(folder: Path, **settings: Any) -> Path:
             "rope_parameters.rope_type = 'dynamic'",
         ),
         ({"is_causal": False}, "both directions"),
-        (
-            {
-                "model_type": "step3p7",
-                "architectures": ["Step3p7ForConditionalGeneration"],
-                "num_hidden_layers": 3,
-                "layer_types": ["full_attention"] * 3,
-                "sliding_window": 7,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "mlp_layer_types": ["sparse"] * 3,
-            },
-            "experts outside of transformers' experts interface",
-        ),
         ({"hidden_act": "situ"}, "knows no kind 'situ'"),
     ],
 )

@@ -22,19 +22,15 @@ FAMILIES: dict[str, str] = {
     ),
     # Arithmetic that neither our kernels nor transformers' modules over our cache have.
     "deepseek_ref": "recurrent|sparse|DeepseekV4",  # DeepSeek V4 by another name
-    "deepseek_v32": "sparse|index",
     "deepseek_v4": "recurrent|sparse|compress",
-    "glm_moe_dsa": "sparse|index",
     "kimi_k3": "situ|hidden_act|linear_attn_config|recurrent",
     "locateanything": "several tokens at once",
-    "llama4": "attention_chunk_size|chunked_attention",
     "mimo_v2_flash": "head_dim and v_head_dim",
     "mllama": "cross attention",
     # No class in transformers, nor a description that we know.
     "llava_llama": "folders of their own",  # VILA
     "mimo": "model_type 'mimo'",
     "minimax_m3": "model_type 'minimax_m3'",
-    "step3p7": "step3p",
     # No model of the hub's, but settings of a converter for another program.
     "ONNX": "ONNX",
 }

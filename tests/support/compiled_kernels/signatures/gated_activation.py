@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU, Gating
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU, Gating
 from appliance.kernels.gated_activation.launch import BLOCK, NUM_WARPS, constexprs
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
@@ -25,6 +25,7 @@ SHAPES = (
     ActivationShape("llama_8b_packed", 14336, Activation.SILU, run=8),
     ActivationShape("gemma3_270m", 2048, Activation.GELU_TANH),
     ActivationShape("gpt_oss_20b", 2880, ClampedSwiGLU(limit=7.0, alpha=1.702)),
+    ActivationShape("step3p7", 1280, BoundedSwiGLU(limit=7.0)),
 )
 NUM_TOKENS = (1, 16, 64, 512, 2048)  # what is measured
 
