@@ -8,6 +8,7 @@ from __future__ import annotations
 _FOLDER = "; use the folder that it was made from, which transformers' modules run"
 _NO_CLASS = "transformers has no class of it, and no family describes its arithmetic"
 _POSITIONS = "it chooses the positions that a query sees"
+_SHORT = "; use the folder that it was made from, for contexts of as many tokens as it chooses"
 _SPEECH = "it makes sound or codes of sound, not text"
 _DRAFT = "it drafts tokens for another model and is none by itself; give that model's file"
 _GATED_HEADS = f"its attention has gates with a matrix of their own{_FOLDER}"
@@ -31,8 +32,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its scores have biases by distance (ALiBi)": ("bloom", "mpt", "jais", "refact"),
     "it writes by diffusion, not in turn": ("llada", "llada-moe", "dream", "rnd1"),
     f"{_POSITIONS} (indexed attention)": ("deepseek4", "dots3note"),
-    f"{_POSITIONS} (indexed attention); use the folder that it was made from, of which contexts of up "
-    "to as many tokens as it chooses are served": ("deepseek32", "glm-dsa"),
+    f"{_POSITIONS} (indexed attention){_SHORT}": ("deepseek32", "glm-dsa"),
     f"{_POSITIONS} (indexed attention){_FOLDER}": ("minimax-m3",),
     _DRAFT: ("dflash", "eagle3", "gemma4-assistant"),
     _SPEECH: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
