@@ -132,6 +132,11 @@ class ModelState:
         engine.observers += [self._take_warnings, self.metrics.take_steps, self._rest]
 
     @property
+    def is_gguf(self) -> bool:
+        """True if the model is a GGUF file, False if it is a checkpoint's folder."""
+        return not isinstance(self._found, MissingModel) and self._found.path.suffix == ".gguf"
+
+    @property
     def config(self) -> ServerConfig:
         return self.server.config
 
@@ -240,6 +245,12 @@ class ModelState:
         self.tokenizer = tokenizer
         settle()
         return info
+
+    def unload(self) -> None:
+        """Put the engine to sleep after its open requests; the next one wakes it."""
+        for replica in self.engine.replicas:
+            if replica.state is EngineState.READY:
+                replica.place.ask_to_leave()
 
     async def close(self, *, now: bool = False) -> None:
         if self._loading is not None:

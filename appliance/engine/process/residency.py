@@ -110,10 +110,14 @@ class Resident:
 
     async def make_room(self) -> None:
         """Put the engine to sleep after its open requests, and wait for that."""
-        self.is_leaving = True
-        self.leave_if_asked()
+        self.ask_to_leave()
         while self.memory_bytes:
             await self._left.wait()
+
+    def ask_to_leave(self) -> None:
+        """Put the engine to sleep after its open requests."""
+        self.is_leaving = True
+        self.leave_if_asked()
 
     def leave_if_asked(self) -> None:
         """Put the engine to sleep if it has to leave and its requests have ended."""

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from appliance.server.responses import TokenLogprob
+
 
 class AnsweredFunction(msgspec.Struct, kw_only=True):
     """The tool's name, and its arguments as an object."""
@@ -39,6 +41,7 @@ class AnswerLine(msgspec.Struct, kw_only=True):
     created_at: str
     done: bool = False
     done_reason: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET

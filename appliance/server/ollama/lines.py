@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.engine.request import FinishReason
+from appliance.server.chat_logprobs import chat_logprobs
 from appliance.server.frames import Wire
 from appliance.server.ollama.answers import (
     AnsweredFunction,
@@ -24,6 +25,7 @@ from appliance.server.tools import arguments_of, new_call_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+    from appliance.engine.messages import TokenLogprobs
     from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
     from appliance.server.pieces import FinishedChoice
@@ -58,6 +60,7 @@ class LineContent:
     content: str
     thought: str
     calls: list[OllamaAnsweredCall]
+    tokens: Sequence[TokenLogprobs] = ()  # if log probabilities are reported
 
 
 def chat_line(model: str, found: LineContent) -> ChatLine:
@@ -105,21 +108,30 @@ class LineStream(Generic[LineT]):
         async for pieces in self._answer.pieces():
             frames = b""
             for piece in pieces:
-                found = self._find(piece.all_parts, ended=piece.finish_reason is not None)
-                if found.content or found.thought or found.calls:
-                    frames += line_frame(self._make(self._model, found))
+                ended = piece.finish_reason is not None
+                found = self._find(piece.all_parts, piece.tokens, ended=ended)
+                if found.content or found.thought or found.calls or found.tokens:
+                    frames += line_frame(self._line(found))
                 if piece.finish_reason is not None:
                     reason = piece.finish_reason.value
             if frames:
                 yield frames
-        yield line_frame(self._end(self._make(self._model, LineContent("", "", [])), reason))
+        yield line_frame(self._end(self._line(LineContent("", "", [])), reason))
 
     def whole(self, wholes: Sequence[FinishedChoice]) -> LineT:
         (whole,) = wholes
-        found = self._find(whole.all_parts, ended=True)
-        return self._end(self._make(self._model, found), whole.finish_reason)
+        found = self._find(whole.all_parts, whole.tokens, ended=True)
+        return self._end(self._line(found), whole.finish_reason)
 
-    def _find(self, parts: Iterable[Part], *, ended: bool) -> LineContent:
+    def _line(self, found: LineContent) -> LineT:
+        line = self._make(self._model, found)
+        if found.tokens:
+            line.logprobs = chat_logprobs(found.tokens, self._tokenizer).content
+        return line
+
+    def _find(
+        self, parts: Iterable[Part], tokens: Sequence[TokenLogprobs], *, ended: bool
+    ) -> LineContent:
         content, thought = "", ""
         calls: list[OllamaAnsweredCall] = []
         for part in parts:
@@ -137,7 +149,7 @@ class LineStream(Generic[LineT]):
                 self._call = (part.name, [])
         if ended:
             content += self._end_call(calls)
-        return LineContent(content, thought, calls)
+        return LineContent(content, thought, calls, tokens)
 
     def _end_call(self, calls: list[OllamaAnsweredCall]) -> str:
         """Add the open call; return its text instead if it is cut off and no object."""

@@ -38,7 +38,7 @@ def tag(state: ModelState) -> Tag:
         modified_at=_loaded_at(state),
         size=0 if info is None else info.weight_bytes,
         digest=_digest(name if info is None else info.fingerprint),
-        details=Details() if info is None else _details(info),
+        details=Details() if info is None else _details(state, info),
     )
 
 
@@ -55,7 +55,7 @@ def running(state: ModelState) -> RunningModel:
         model=name,
         size=size,
         digest=_digest(info.fingerprint),
-        details=_details(info),
+        details=_details(state, info),
         expires_at=_NEVER,
         size_vram=0 if info.device.lower().startswith("cpu") else size,
         context_length=info.context_length,
@@ -77,7 +77,7 @@ def shown(state: ModelState) -> Shown:
     return Shown(
         parameters="\n".join(f"{name} {value}" for name, value in values.items()),
         template="" if tokenizer.chat_template is None else tokenizer.chat_template.source,
-        details=_details(info),
+        details=_details(state, info),
         model_info={
             "general.architecture": info.architecture,
             f"{info.architecture}.context_length": info.context_length,
@@ -106,8 +106,9 @@ def _loaded_at(state: ModelState) -> str:
     return written(datetime.fromtimestamp(state.server.started, UTC))
 
 
-def _details(info: EngineInfo) -> Details:
+def _details(state: ModelState, info: EngineInfo) -> Details:
     return Details(
+        format="gguf" if state.is_gguf else "safetensors",
         family=info.architecture,
         families=[info.architecture],
         quantization_level=info.weight_format,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from appliance.server.ollama.schema import (
     OllamaChatRequest,
     Options,
     ShowRequest,
+    unloads,
 )
 from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
 from appliance.server.ollama.vectors import embedded
@@ -51,7 +53,7 @@ from appliance.server.thinking import template_options
 from appliance.server.tools import Tools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from starlette.types import Scope
 
@@ -83,7 +85,7 @@ def ollama_router(server: ServerState) -> APIRouter:
         async def respond() -> Response:
             if not turns:
                 line = ChatLine(model=body.model, created_at=now(), message=OllamaMessage())
-                return json_response(_loaded(line))
+                return json_response(_loaded(line, unloads=_unload(state, request, body)))
             owner = key_name(request.scope)
 
             def make() -> Conversation:
@@ -97,9 +99,8 @@ def ollama_router(server: ServerState) -> APIRouter:
                 prefix="chat-",
                 request_id=request_id_of(request.scope),
             )
-            return await _respond(
-                request, body, answer, LineStream(exchange, answer, chat_line, body.model)
-            )
+            lines = LineStream(exchange, answer, chat_line, body.model)
+            return await _respond(state, request, body, answer, lines)
 
         streams = body.stream is not False and bool(turns)
         return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
@@ -113,10 +114,11 @@ def ollama_router(server: ServerState) -> APIRouter:
 
         async def respond() -> Response:
             if not prompt:
-                return json_response(_loaded(GenerateLine(model=body.model, created_at=now())))
+                line = GenerateLine(model=body.model, created_at=now())
+                return json_response(_loaded(line, unloads=_unload(state, request, body)))
             answer, exchange = await _begin_text(state, body, prompt, request.scope)
             lines = LineStream(exchange, answer, generate_line, body.model)
-            return await _respond(request, body, answer, lines)
+            return await _respond(state, request, body, answer, lines)
 
         streams = body.stream is not False and bool(prompt)
         return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
@@ -126,15 +128,16 @@ def ollama_router(server: ServerState) -> APIRouter:
         state, body = await take(request, EmbedRequest, {}, HARMLESS_FOR_VECTORS)
         texts = [body.input] if isinstance(body.input, str) else body.input or []
         texts = [text for text in texts if text or len(texts) > 1]
-        return json_response(
-            await embedded(state, request, body.model, texts, "input", body.dimensions)
-        )
+        found = await embedded(state, request, body.model, texts, "input", body.dimensions)
+        _unload(state, request, body)
+        return json_response(found)
 
     @router.post("/api/embeddings", **described(EmbeddingsRequest, OneEmbedded))
     async def embeddings(request: Request) -> Response:
         state, body = await take(request, EmbeddingsRequest, {}, HARMLESS_FOR_VECTORS)
         texts = [body.prompt] if body.prompt else []
         found = await embedded(state, request, body.model, texts, "prompt")
+        _unload(state, request, body)
         return json_response(OneEmbedded([one for row in found.embeddings for one in row]))
 
     @router.get("/api/tags", **described(None, Tags))
@@ -175,6 +178,7 @@ def _conversation(
         turns=turns,
         tools=tools,
         max_tokens=max_tokens,
+        logprobs=body.reported,
         options=template_options(body.think),
         form=_form(body),
     )
@@ -214,7 +218,7 @@ async def _begin_text(
         sampling,
         prompts,
         max_tokens,
-        None,
+        body.reported,
         prefix="generate-",
         param="prompt",
         owner=owner,
@@ -238,15 +242,41 @@ def _form(body: OllamaRequest) -> tuple[str, Grammar] | None:
     return schema_form("format", {"type": "object"} if body.format == "json" else body.format)
 
 
-def _loaded(line: LineT) -> LineT:
-    """Build the answer to a request that only loads the model."""
-    line.done, line.done_reason = True, "load"
+def _loaded(line: LineT, *, unloads: bool) -> LineT:
+    """Build the answer to a request that only loads or unloads the model."""
+    line.done, line.done_reason = True, "unload" if unloads else "load"
     return line
 
 
+def _unload(
+    state: ModelState, request: Request, body: OllamaRequest | EmbedRequest | EmbeddingsRequest
+) -> bool:
+    """Put the model to sleep if the request asks for it, and may decide for everybody."""
+    if not unloads(body.keep_alive) or not state.server.may_manage(key_name(request.scope), ""):
+        return False
+    state.unload()
+    return True
+
+
 async def _respond(
-    request: Request, body: OllamaRequest, answer: Answer, lines: LineStream[Any]
+    state: ModelState,
+    request: Request,
+    body: OllamaRequest,
+    answer: Answer,
+    lines: LineStream[Any],
 ) -> Response:
     if body.stream is False:
-        return await whole_response(request, answer, lines.whole)
-    return EventStream(lines.stream(), wire=WIRE, holds=answer)
+        try:
+            return await whole_response(request, answer, lines.whole)
+        finally:
+            _unload(state, request, body)
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(lines.stream()) as found:
+                async for frame in found:
+                    yield frame
+        finally:
+            _unload(state, request, body)
+
+    return EventStream(frames(), wire=WIRE, holds=answer)

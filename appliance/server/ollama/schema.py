@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.sampling_params import MAX_STOP_STRINGS
+from appliance.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString
 from appliance.server.unsupported import NOTHING, Table, foreign
 
-# Without effect: the model stays loaded, and prompts are never cut.
-HARMLESS = {"keep_alive", "shift", "truncate"}
+# Without effect: prompts are never cut.
+HARMLESS = {"shift", "truncate"}
 HARMLESS_FOR_VECTORS = HARMLESS | {"options"}  # for sampling
 
 
 # Some clients write 8192.0; as in Ollama, the fraction is dropped.
 Most = Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-2, le=MAX_TOKENS)]
+
+
+KeepAlive = str | float | None  # seconds, or a duration such as 5m
+_ZERO = re.compile(r"[+-]?(0+(\.0*)?(ns|us|µs|ms|s|m|h)?)+")
+
+
+def unloads(keep_alive: KeepAlive) -> bool:
+    """Return True if a model is to be unloaded after the request."""
+    if isinstance(keep_alive, str):
+        return _ZERO.fullmatch(keep_alive) is not None
+    return keep_alive == 0
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -52,6 +64,18 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | Effort | None = None
+    keep_alive: KeepAlive = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def reported(self) -> int | None:
+        """Alternatives per token; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def unloads(self) -> bool:
+        return unloads(self.keep_alive)
 
 
 class CalledByName(msgspec.Struct, kw_only=True):
@@ -117,6 +141,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     model: str
     input: str | list[str] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    keep_alive: KeepAlive = None
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
@@ -124,6 +149,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
 
     model: str
     prompt: str | None = None
+    keep_alive: KeepAlive = None
 
 
 class ShowRequest(msgspec.Struct, kw_only=True):
@@ -150,7 +176,7 @@ _OPTIONS: Table = {
     f"options.{name}": instead
     for name, instead in foreign({*Options.__struct_fields__, "options"}, _HERE).items()
 }
-_CHAT: Table = {"logprobs": NOTHING, "top_logprobs": (None, 0), "template": NOTHING}
+_CHAT: Table = {"template": NOTHING}
 UNSUPPORTED: Table = (
     _CHAT | foreign({*OllamaChatRequest.__struct_fields__, *_CHAT, *HARMLESS}, _HERE) | _OPTIONS
 )

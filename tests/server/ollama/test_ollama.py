@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import ollama
 import pytest
 from echo_templates import TOOLS
-from waiting import LIMIT
+from waiting import LIMIT, until
 
+from appliance.engine.process.engine_state import EngineState
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -247,6 +248,8 @@ async def test_what_is_said_of_the_model(serve: Serve) -> None:
         (loaded,) = (await client.ps()).models
         assert (loaded.model, loaded.digest) == (model.model, model.digest)
         assert loaded.context_length == 512
+        assert loaded.details is not None
+        assert loaded.details.format == "safetensors"
         assert loaded.size_vram == 0, "`ollama ps` prints the share of a GPU from it"
         shown = await client.show("echo:latest")
         assert shown.capabilities == ["completion", "tools"]
@@ -307,3 +310,65 @@ async def test_an_error_in_mid_stream_is_a_line(serve: Serve) -> None:
         with pytest.raises(ollama.ResponseError, match="internal error"):
             async for _ in stream:
                 pass
+
+
+async def test_a_keep_alive_of_nothing_unloads(serve: Serve) -> None:
+    """Ollama's documents: keep_alive 0 unloads, at once without a prompt, else after the answer."""
+    async with serve() as running, client_of(running) as client:
+        for keep_alive in (0, "0", "0s", "0m0s"):
+            generated = await client.generate(model="echo", keep_alive=keep_alive)
+            assert (generated.done_reason, generated.response) == ("unload", "")
+            await until(lambda: running.state.engine.state is EngineState.ASLEEP)
+            assert (await client.ps()).models == []
+            kept = await client.chat(model="echo", messages=user("hello"), keep_alive="5m")
+            assert kept.message.content == "user\nhello"
+            (loaded,) = (await client.ps()).models
+            assert loaded.model == "echo:latest"
+        for stream in (True, False):
+            body = {"model": "echo", "messages": user("hi"), "keep_alive": 0, "stream": stream}
+            answer = await running.http.post("/api/chat", json=body)
+            assert answer.text.count('"done":true') == 1
+            await until(lambda: running.state.engine.state is EngineState.ASLEEP)
+        chatted = await client.chat(model="echo", messages=[], keep_alive=0)
+        assert chatted.done_reason == "unload"
+
+
+async def test_one_of_several_keys_unloads_nothing(serve: Serve) -> None:
+    keys = {"api_keys": {"ann": "a-key-of-ann", "bob": "a-key-of-bob"}}
+    async with (
+        serve(server=keys) as running,
+        client_of(running, **{"x-api-key": "a-key-of-ann"}) as ann,
+    ):
+        answer = await ann.generate(model="echo", keep_alive=0)
+        assert answer.done_reason == "load"
+        assert (await ann.ps()).models
+
+
+async def test_log_probabilities_whole_and_streamed(serve: Serve, tokenizer: Tokenizer) -> None:
+    """As Ollama's api/types.go has them, read by its own client, and the same as OpenAI's."""
+    async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
+        asked: Any = {
+            "model": "echo",
+            "messages": user("hello"),
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        whole = await client.chat(**asked)
+        theirs = (await running.chat("hello", logprobs=True, top_logprobs=2)).json()
+        wanted = theirs["choices"][0]["logprobs"]["content"]
+        assert whole.logprobs is not None
+        assert [one.token for one in whole.logprobs] == [one["token"] for one in wanted]
+        assert [one.logprob for one in whole.logprobs] == [one["logprob"] for one in wanted]
+        tops = [len(one.top_logprobs or ()) for one in whole.logprobs]
+        assert tops == [len(one["top_logprobs"]) for one in wanted]
+        streamed: list[Any] = []
+        async for part in await client.chat(**asked, stream=True):
+            streamed += part.logprobs or []
+        assert [one.token for one in streamed] == [one.token for one in whole.logprobs]
+        for fields in ({"prompt": "hello"}, {"prompt": "hello", "raw": True}):
+            text = await client.generate(model="echo", logprobs=True, **fields)
+            assert text.logprobs
+        plain = await running.http.post("/api/chat", json={"model": "echo", "messages": user("x")})
+        assert "logprobs" not in plain.text
+        more = {**asked, "top_logprobs": 21}
+        assert (await running.http.post("/api/chat", json=more)).status_code == 400
