@@ -30,6 +30,7 @@ _OF_ACTIVATIONS = tuple(
     for name in ("input", "output", "q", "k", "v", "kv", "prob", "prob_output", "qkv_output")
     for part in ("scale", "zero_point", "global_scale")
 )
+_DRAFTS = "mtp_layers."  # MiMo's, which join hidden state and embedding in their own order
 _BIAS = ".bias"
 _BIAS_KEYS = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias")
 
@@ -51,7 +52,7 @@ def leftovers(source: ModelSource) -> list[str]:
 def leftover_problems(source: ModelSource, left: Iterable[str]) -> Iterator[CheckpointError]:
     """Find the tensors among `left` that would change the model's answers if they were read."""
     for name in left:
-        if name.endswith(_OF_ACTIVATIONS):
+        if name.endswith(_OF_ACTIVATIONS) or _is_draft(source, name):
             continue
         if not name.endswith(_BIAS):
             yield CheckpointError(
@@ -76,14 +77,24 @@ def leftover_notes(left: Iterable[str]) -> tuple[str, ...]:
     """Say which tensors are left out, all of which `leftover_problems` has let pass."""
     left = list(left)
     scales = [name for name in left if name.endswith(_OF_ACTIVATIONS)]
-    biases = len(left) - len(scales)
+    drafts = sum(_DRAFTS in name for name in left)
+    biases = len(left) - len(scales) - drafts
     notes = [f"{biases} biases that are all zero are left out"] if biases else []
     if scales:
         notes.append(
             f"{len(scales)} parameters of activations, such as {scales[0]}, are left out, as"
             " activations stay in 16 bits"
         )
+    if drafts:
+        notes.append(
+            f"{drafts} tensors that predict further tokens ({_DRAFTS}) are left out, as drafts of"
+            " this layout are not read"
+        )
     return tuple(notes)
+
+
+def _is_draft(source: ModelSource, name: str) -> bool:
+    return _DRAFTS in name and bool(source.config.get("num_nextn_predict_layers"))
 
 
 def _is_zero(source: ModelSource, name: str) -> bool:

@@ -101,7 +101,10 @@ def load_decoder(
     table = embedding.table if head_matrix is matrix else None
     if head_matrix is matrix and isinstance(embedding.weight, Tensor):
         head_matrix = embedding.weight  # one copy, if the backend does not change its layout
-    head = table or backend.prepare_linear(head_matrix, None, dtype)
+    bias = reader.head_bias()
+    if bias is not None and part is not None:
+        bias = bias[part.shard.own_tokens]
+    head = table or backend.prepare_linear(head_matrix, bias, dtype)
     is_shared = head is table or (isinstance(head, DenseLinear) and head.weight is embedding.weight)
     report("weights", total, total)
     return Decoder(

@@ -112,7 +112,10 @@ def load_native(
         if cutter is not None:
             matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
         embedding = packer.linear(matrix)
-        head = embedding if head_matrix is matrix else packer.linear(head_matrix)
+        bias = reader.head_bias()
+        if bias is not None and shard is not None:
+            bias = bias[shard.own_tokens]
+        head = embedding if head_matrix is matrix else packer.linear(head_matrix, bias)
     else:
         embedding, head = target.model.embedding, target.model.head
         if Role.HEAD not in shared:
@@ -172,7 +175,7 @@ def _ends(
     matrix, head = reader.embedding_and_head()
     return (
         packer.linear(matrix) if stage.is_first else LinearStruct(),
-        packer.linear(head) if stage.is_last else LinearStruct(),
+        packer.linear(head, reader.head_bias()) if stage.is_last else LinearStruct(),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.kernels.arrays import sum_of_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -39,3 +41,17 @@ class Norm:
             return backend.add_rms_norm(added, stream, self.weight, self.eps)
         total = added + stream
         return self.of(total, backend), total
+
+
+def with_unit_lengths(matrix: Tensor, *, of_rows: bool) -> Tensor:
+    """Divide rows or columns of a matrix (float32) by their lengths, before the model runs.
+
+    Rows as torch's `normalize` does, whose least length is 1e-12; columns as Ling 1 publishes it,
+    which adds 1e-7.
+    """
+    squares = matrix * matrix
+    if of_rows:
+        lengths: Tensor = (sum_of_rows(squares.T) ** 0.5).clamp(min=1e-12)[:, None]
+    else:
+        lengths = sum_of_rows(squares) ** 0.5 + 1e-7
+    return matrix / lengths

@@ -20,12 +20,13 @@ from appliance.model.layer_weights import (
 )
 from appliance.model.linear import LinearPart
 from appliance.model.mixer_reader import MixerReader
-from appliance.model.norm import Norm
-from appliance.model.spec import ExpertsSpec
+from appliance.model.norm import Norm, with_unit_lengths
+from appliance.model.spec import ExpertsSpec, HeadNorm
 from appliance.model.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from appliance.kernels.weight import Weight
     from appliance.model.names import JoinNames
@@ -125,8 +126,23 @@ class ModelReader:
                 dense(embedding @ into.T, self._tensors.dtype),
                 dense(head @ out, self._tensors.dtype),
             )
+        head = self.normed_head(head)
         self._tensors.formats.set_head(self._tensors.format(head))
         return embedding, head
+
+    def normed_head(self, head: Weight) -> Weight:
+        """Divide rows or columns of a head by their lengths, if the model's has such norms."""
+        kind = self._source.spec.head_norm
+        if kind is None:
+            return head
+        rows = with_unit_lengths(dense(head, "float32"), of_rows=kind is HeadNorm.ROWS)
+        return dense(rows, self._tensors.dtype)
+
+    def head_bias(self) -> Tensor | None:
+        """Read the bias of the logits, (vocab_size,) float32."""
+        if not self._source.spec.head_bias:
+            return None
+        return self._tensors.dense(f"{self._names.head}.bias").float()
 
     def join(self, names: JoinNames) -> tuple[Norm, Norm, Weight | None]:
         """Read the norms of embedding and hidden state, and the linear (hidden, 2 * hidden)."""

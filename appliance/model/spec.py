@@ -261,6 +261,13 @@ class PositionSpec:
     skipped: int = 0
 
 
+class HeadNorm(Enum):
+    """Vectors of the head that are divided by their length, once for all tokens."""
+
+    ROWS = "rows"  # of each token (Baichuan 2)
+    COLUMNS = "columns"  # of each element of the stream (Ling 1)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A whole decoder-only model.
@@ -272,6 +279,8 @@ class DecoderSpec:
             the head; else None.
         read_tokens: number of tokens with an embedding, if the head predicts fewer; None is
             `vocab_size`.
+        head_norm: what of the stored head is divided by its length.
+        head_bias: the checkpoint has a bias of the logits, before `logit_scale`.
     """
 
     architecture: str
@@ -289,6 +298,8 @@ class DecoderSpec:
     norms_replace: bool = False
     embedding_width: int | None = None
     read_tokens: int | None = None
+    head_norm: HeadNorm | None = None
+    head_bias: bool = False
 
     @property
     def num_embedded(self) -> int:

@@ -102,6 +102,8 @@ def _last_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
         yield from norm_slots(names.final_norm, spec.hidden_size, spec.final_norm)
     if not spec.tied_head:
         yield _matrix_slot(spec, names.head, Role.HEAD, spec.vocab_size)
+    if spec.head_bias:
+        yield TensorSlot(f"{names.head}.bias", (spec.vocab_size,), Role.NUMBERS)
 
 
 def _matrix_slot(spec: DecoderSpec, name: str, role: Role, rows: int) -> TensorSlot:

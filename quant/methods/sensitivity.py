@@ -78,7 +78,7 @@ class Variants:
         norm = self._reader.first_norm(len(self._source.spec.layers))
         assert norm is not None, "refused before"
         _, matrix = self._reader.embedding_and_head()
-        head = dense(matrix, FLOAT)
+        head, bias = dense(matrix, FLOAT), self._reader.head_bias()
         softcap, scale = self._source.spec.logit_softcap, self._source.spec.logit_scale
         tokens = self._streams[0].shape[0]
         sums = [0.0] * (len(self._streams) - 1)
@@ -86,7 +86,8 @@ class Variants:
 
             def answers(stream: Tensor, start: int = start) -> Tensor:
                 hidden = norm.of(stream[start : start + HEAD_ROWS], self._backend)
-                logits = hidden @ head.T * scale
+                logits = hidden @ head.T
+                logits = (logits if bias is None else logits + bias) * scale
                 if softcap is not None:
                     logits = self._backend.soft_cap(logits, softcap)
                 return logits.log_softmax(-1)

@@ -110,11 +110,13 @@ class PredictionPass:
         for first in range(0, spec.vocab_size, self._entries):
             columns = slice(first, min(first + self._entries, spec.vocab_size))
             for weights, head, _ in self._heads.values():
-                piece = weights.head_rows(head, columns)
+                piece, bias = weights.head_rows(head, columns), weights.head_bias()
                 for variant in variants:
                     if variant.weights is weights:
-                        logits = hidden[variant.name] @ piece.T * spec.logit_scale
-                        logits = _capped(logits, spec.logit_softcap)
+                        logits = hidden[variant.name] @ piece.T
+                        if bias is not None:
+                            logits += bias[columns]
+                        logits = _capped(logits * spec.logit_scale, spec.logit_softcap)
                         predictions[variant.name].add(logits, first)
             for gap in gaps.values():
                 gap.add()

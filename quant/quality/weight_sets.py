@@ -50,10 +50,14 @@ class WeightSet(Protocol):
         ...
 
     def head(self) -> Weight:
-        """Load the head, (vocab_size, hidden_size), as stored."""
+        """Load the head, (vocab_size, hidden_size), as the model multiplies by it."""
         ...
 
     def head_rows(self, head: Weight, rows: slice) -> Tensor: ...
+
+    def head_bias(self) -> Tensor | None:
+        """Load the bias of the logits, (vocab_size,) float32."""
+        ...
 
 
 class StoredWeights:
@@ -84,10 +88,14 @@ class StoredWeights:
 
     def head(self) -> Weight:
         names = self.source.family.names
-        return self.matrix(names.embedding if self.source.spec.tied_head else names.head)
+        head = self.matrix(names.embedding if self.source.spec.tied_head else names.head)
+        return self.reader.normed_head(head)
 
     def head_rows(self, head: Weight, rows: slice) -> Tensor:
         return some_rows(head, rows, FLOAT)
+
+    def head_bias(self) -> Tensor | None:
+        return self.reader.head_bias()
 
     def matrix(self, module: str) -> Weight:
         matrix = self.source.weights.load(f"{module}.weight")
@@ -137,6 +145,9 @@ class RoundedWeights:
 
     def head_rows(self, head: Weight, rows: slice) -> Tensor:
         return _rounded(self._base.head_rows(head, rows), self._head)
+
+    def head_bias(self) -> Tensor | None:
+        return self._base.head_bias()
 
 
 def _dense_parts(weights: LayerWeights) -> LayerWeights:

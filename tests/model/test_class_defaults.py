@@ -46,7 +46,7 @@ MODELS = (
     *("gemma3", "gemma4", "gemma4-small", "gemma4-unified", "granite", "phi3-window"),
     *(EXPERTS.keys() - {"qwen3_moe-one", "deepseek_v2", "gemma4", "step3p7"}),
     *(RECURRENT.keys() - {"lfm2-bias", "granite4-dense"}),
-    *("opt", "falcon", "falcon-new", "falcon-in-turn"),
+    *("opt", "falcon", "falcon-new", "falcon-in-turn", "phi", "gpt_neox"),
     *RELATIVES,
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}

@@ -91,8 +91,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h-latent": RECURRENT["nemotron_h-latent"],
     "gemma4": EXPERTS["gemma4"],
     "gemma4-small": ("gemma4_text", SMALL_GEMMA4),
+    "mixtral": EXPERTS["mixtral"],
     "falcon": CENTERED["falcon"],
     "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
+    "phi": CENTERED["phi"],
+    "gpt_neox": CENTERED["gpt_neox"],
+    "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
 }
 CASES |= RELATIVES
 
@@ -107,7 +111,7 @@ def pack_rows(name: str, data: Any) -> Any:
 def make(case: str, make_model: Callable[..., Any]) -> Any:
     model_type, settings = CASES[case]
     sizes = SIZES
-    if model_type == "falcon":
+    if model_type in ("falcon", "phi", "gpt_neox"):
         sizes = {"hidden_size": 96}
     return make_model(model_type, **sizes | settings)
 
@@ -175,6 +179,12 @@ LABELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "glm4_moe",
         EXPERTS["glm4_moe"][1] | {"use_qk_norm": True, "attention_bias": False},
         {"expert_gating_func": 2},
+    ),
+    "baichuan": ("llama", {"num_key_value_heads": 4}, {}),
+    "bailingmoe": (
+        "mixtral",
+        EXPERTS["mixtral"][1],
+        {"expert_feed_forward_length": 76, "expert_weights_norm": True},
     ),
     # Older files lack what all models had.
     "minicpm old": (
@@ -311,7 +321,7 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     [
         ("mamba", "no layer has attention"),
         ("bert", "is an encoder"),
-        ("phi2", "head has a bias; use the folder"),
+        ("gptj", "head has a bias, .* use the folder"),
         ("unheard-of", "'unheard-of' is not supported; supported are llama"),
     ],
 )

@@ -23,5 +23,9 @@ CENTERED: dict[str, tuple[str, dict[str, Any]]] = {
         FALCON
         | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    # One norm for attention and MLP, and a bias of the head.
+    "phi": ("phi", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon-in-turn": ("falcon", FALCON | {"parallel_attn": False, "multi_query": False}),
 }

@@ -211,6 +211,8 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
         {"ffn_hidden_size": 48, "num_kv_heads": 1, "new_decoder_architecture": True},
         {"layer_norm_epsilon": 1e-5, "multi_query": True, "rope_theta": 1e4},
     ],
+    "phi": [{"layer_norm_eps": 1e-5}],
+    "gpt_neox": [{"rotary_pct": 0.5}, {"use_parallel_residual": False}],
     "gemma": [{"hidden_act": "gelu"}],
     "gemma2": [
         {
@@ -234,6 +236,8 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "bailing_moe_v2": [
         EXPERTS | {"num_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     ],
+    "bailing_moe": [EXPERTS | {"num_experts": 4, "use_bias": False, "norm_head": True}],
+    "baichuan": [{"num_key_value_heads": 2}],
     "qwen": [{"num_key_value_heads": 2, "intermediate_size": 96}],
     "chatglm": [{"multi_query_attention": True, "add_qkv_bias": True, "rope_ratio": 50}],
     "minicpm": [{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}],
@@ -361,6 +365,9 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
                "attention.shared_kv_layers": 0, "attention.key_length_swa": 16,
                "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0},
     "falcon": {"attention.layer_norm_epsilon": 1e-5},
+    "phi2": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 8},
+    "gptneox": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4,
+                "attention.head_count_kv": 2, "use_parallel_residual": True},
     "gemma": {},
     "gemma2": {"attention.sliding_window": 3, "attn_logit_softcapping": 2.0,
                "final_logit_softcapping": 3.0},
@@ -372,6 +379,9 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "use_parallel_residual": True},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
     "internlm2": {},
+    "baichuan": {"attention.head_count_kv": 2},
+    "bailingmoe": GGUF_EXPERTS | {"expert_shared_count": 1, "expert_weights_norm": True,
+                                  "leading_dense_block_count": 1},
     "qwen": {"attention.head_count_kv": 2},
     "chatglm": {"rope.dimension_count": 8},
     "minicpm": {"embedding_scale": 12.0, "residual_scale": 0.5, "logit_scale": 2.0},

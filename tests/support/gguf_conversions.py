@@ -49,6 +49,9 @@ ARCHITECTURES = {
     "arcee": "arcee",
     "exaone": "exaone",
     "olmoe": "olmoe",
+    "phi": "phi2",
+    "gpt_neox": "gptneox",
+    "mixtral": "llama",
 }
 
 
@@ -282,7 +285,13 @@ def _falcon(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_neox(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    del found["attention.head_count_kv"]
+    return {"use_parallel_residual": config.use_parallel_residual}
+
+
 _OF_FAMILY = {
+    "gpt_neox": _gpt_neox,
     "minicpm3": _minicpm3,
     "mistral4": _latent,
     "deepseek_v2": _latent,
@@ -302,7 +311,7 @@ _OF_FAMILY = {
     "minimax_m2": _minimax_m2,
 }
 # Their heads are stored as pairs in a file, though not in a folder.
-_PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama", "arcee")
+_PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama", "arcee", "mixtral")
 # Some converters write gate and up of all experts in one tensor.
 _MERGED = ("gemma4_text", "mistral4")
 
@@ -394,9 +403,11 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
     if kind == "qwen3_next":
         is_norm = name.endswith("norm.weight") and "linear_attn" not in name
         return tensor + 1 if is_norm else tensor.squeeze(0) if "expert_gate" in name else tensor
-    if kind == "falcon" and part == "query_key_value":
-        count = config.num_kv_heads if config.new_decoder_architecture else 1
-        groups = tensor.view(count, config.num_attention_heads // count + 2, config.head_dim, -1)
+    if kind in ("falcon", "gpt_neox") and part == "query_key_value":
+        heads = count = config.num_attention_heads
+        if kind == "falcon":
+            count = config.num_kv_heads if config.new_decoder_architecture else 1
+        groups = tensor.view(count, heads // count + 2, config.hidden_size // heads, -1)
         queries, keys, values = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         return torch.cat([p.flatten(0, 2) for p in (queries, keys, values)]).view_as(tensor)
     if kind in ("gemma", "gemma2") and name.endswith("norm.weight"):

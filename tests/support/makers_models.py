@@ -32,6 +32,7 @@ class Maker:
         joined: turns the tensors of a layer that the maker stores together.
         unnamed: settings of the relative that the folder names otherwise, or not at all.
         buffers: further tensors, which the arithmetic repeats.
+        head: what the maker's code makes of the stored head.
     """
 
     relative: str
@@ -41,6 +42,7 @@ class Maker:
     joined: Callable[[dict[str, Tensor]], Parts] | None = None
     unnamed: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    head: Callable[[Tensor], Tensor] | None = None
 
 
 def _by_key_head(state: dict[str, Tensor]) -> Parts:
@@ -203,6 +205,60 @@ MAKERS: dict[str, Maker] = {
             *(*_OF_GRANITE, "attention_multiplier", "tie_word_embeddings", "rms_norm_eps"),
             *("hidden_act", "attention_bias", "rope_parameters", "mlp_bias"),
         ),
+    ),
+}
+
+
+MAKERS |= {
+    "bailing": Maker(
+        "mixtral",
+        EXPERTS["mixtral"][1] | {"head_dim": 16, "rms_norm_eps": 1e-5},
+        {
+            "architectures": ["BailingMoeForCausalLM"],
+            "model_type": "bailing_moe",
+            "num_experts": EXPERTS["mixtral"][1]["num_local_experts"],
+            "num_shared_experts": 0,
+            "moe_intermediate_size": 76,
+            "norm_head": True,
+            "use_bias": False,
+        },
+        {
+            "model.embed_tokens": "model.word_embeddings",
+            "self_attn.o_proj": "attention.dense",
+            "block_sparse_moe": "mlp",
+            ".w1.": ".gate_proj.",
+            ".w2.": ".down_proj.",
+            ".w3.": ".up_proj.",
+        },
+        _fused("model.layers.{}.attention.query_key_value"),
+        ("num_local_experts", "rms_norm_eps"),
+        head=lambda head: head / (torch.norm(head, p=2, dim=0, keepdim=True) + 1e-7),
+    ),
+    "mimo": Maker(
+        "qwen2",
+        {},
+        {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "mimo",
+            "num_nextn_predict_layers": 1,
+        },
+        buffers=("model.mtp_layers.0.input_proj.weight",),
+    ),
+    # What tells Baichuan 2 from 1 is how many words it has.
+    "baichuan": Maker(
+        "llama",
+        {"num_key_value_heads": 6},
+        {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan"},
+        joined=_fused("model.layers.{}.self_attn.W_pack"),
+        unnamed=("num_key_value_heads", "hidden_act", "attention_bias", "mlp_bias"),
+    ),
+    "baichuan2": Maker(
+        "llama",
+        {"num_key_value_heads": 6, "vocab_size": 125_696},
+        {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan"},
+        joined=_fused("model.layers.{}.self_attn.W_pack"),
+        unnamed=("num_key_value_heads", "hidden_act", "attention_bias", "mlp_bias"),
+        head=torch.nn.functional.normalize,
     ),
 }
 

@@ -1,4 +1,6 @@
-"""Ling 2.0 (BailingMoeV2): GLM-4.5's experts behind fused attention whose heads are normed.
+"""Ling 1 and 2.0 (BailingMoe): experts behind fused attention, whose heads the second norms.
+
+Ling 2.0 chooses experts as GLM-4.5, Ling 1 by softmax; the head of Ling 1 may have normed columns.
 
 transformers has no class of it: defaults and arithmetic are those of the code that its maker
 publishes beside the weights, which is never run.
@@ -22,7 +24,7 @@ from appliance.model.families.gguf_config import (
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import ExpertNames, TensorNames
-from appliance.model.spec import NormSpec
+from appliance.model.spec import HeadNorm, NormSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
@@ -125,5 +127,81 @@ BAILING_MOE_V2 = Family(
             "moe_router_enable_expert_bias": True,
         },
         known=frozenset({"head_dim", "num_key_value_heads", "rope_scaling", "score_function"}),
+    ),
+)
+
+
+def _read_first(config: ConfigReader) -> DecoderSpec:
+    if config.flag("use_bias"):
+        raise config.refuse("use_bias", "false beside experts")
+    if config.flag("multi_gate"):
+        raise config.refuse("multi_gate", "false, which has one router")
+    head_dim = read_head_dim(config)
+    attention = read_attention(
+        config, read_rope(config, head_dim), head_dim, qkv_bias=config.flag("use_qkv_bias")
+    )
+    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
+    width = config.integer("moe_intermediate_size")
+    shared = config.integer("num_shared_experts") if config.value("num_shared_experts") else 0
+    experts = read_experts(
+        config,
+        count="num_experts",
+        renormalize=config.flag("norm_topk_prob"),
+        shared_width=shared * width,
+    )
+    decoder = read_decoder(
+        config,
+        "bailing_moe",
+        [attention] * layers,
+        experts=[None if index < dense else experts for index in range(layers)],
+    )
+    normed = HeadNorm.COLUMNS if config.flag("norm_head") else None
+    return replace(decoder, head_norm=normed)
+
+
+def _gguf_first(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "bailingmoe", _gguf_first_extra)
+
+
+def _gguf_first_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "norm_head": False,  # the converter has done it
+        "use_bias": False,
+        **gguf_biases(file, attention="use_qkv_bias"),
+        "num_shared_experts": meta.integer("expert_shared_count", 0),
+        "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": meta.flag("expert_weights_norm"),
+    } | gguf_experts(meta, "num_experts")
+
+
+BAILING_MOE = Family(
+    name="bailing_moe",
+    model_type="bailing_moe",
+    architectures=("BailingMoeForCausalLM",),
+    read=_read_first,
+    names=BAILING_MOE_V2.names,
+    gguf=GGUFMapping(
+        "bailingmoe",
+        _gguf_first,
+        GGUF_NAMES,
+        interleaved_rope=True,
+        own_names=replace(BAILING_MOE_V2.names, qkv=("attention.q", "attention.k", "attention.v")),
+    ),
+    defaults=ClassDefaults(
+        values={
+            "hidden_act": "silu",
+            "use_qkv_bias": False,
+            "use_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "first_k_dense_replace": 0,
+            "num_shared_experts": 0,
+            "norm_head": False,
+            "norm_topk_prob": True,
+            "multi_gate": False,
+        },
+        known=frozenset({"head_dim", "num_key_value_heads", "rope_scaling", "norm_softmax"}),
     ),
 )

@@ -171,6 +171,8 @@ RANGES: dict[str, Range] = {
     "rope.freq_base": _THETA,
     "rope.freq_base_swa": _THETA,
     "partial_rotary_factor": Range(1e-3, 1.0),
+    "rotary_pct": Range(1e-3, 1.0),
+    "rotary_emb_base": _THETA,
     "factor": _FACTOR,
     "rope.scaling.factor": _FACTOR,
     "rope.scale_linear": _FACTOR,

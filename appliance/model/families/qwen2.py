@@ -1,4 +1,7 @@
-"""Qwen 2 and 2.5: biases on query, key and value, and optional windows in the upper layers."""
+"""Qwen 2 and 2.5: biases on query, key and value, and optional windows in the upper layers.
+
+MiMo 7B is a Qwen 2 with a draft head, which is left out.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def _mapping(architecture: str) -> GGUFMapping:
 QWEN2 = Family(
     name="qwen2",
     model_type="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"),
     read=_read,
     gguf=_mapping("qwen2"),
 )

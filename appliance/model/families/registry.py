@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
 from appliance.model.encoder.families import find_encoder, why_unread
-from appliance.model.families.bailing import BAILING_MOE_V2
+from appliance.model.families.baichuan import BAICHUAN
+from appliance.model.families.bailing import BAILING_MOE, BAILING_MOE_V2
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.chatglm import CHATGLM
 from appliance.model.families.cohere import COHERE, COHERE2
@@ -25,6 +26,7 @@ from appliance.model.families.gemma3 import GEMMA3
 from appliance.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from appliance.model.families.glm4 import GLM, GLM4
 from appliance.model.families.glm4_moe import GLM4_MOE
+from appliance.model.families.gpt_neox import GPT_NEOX
 from appliance.model.families.gpt_oss import GPT_OSS
 from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from appliance.model.families.hunyuan import HUNYUAN
@@ -43,6 +45,7 @@ from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from appliance.model.families.olmo2 import OLMO2, OLMO3
 from appliance.model.families.olmoe import OLMOE
 from appliance.model.families.opt import OPT
+from appliance.model.families.phi import PHI
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen import QWEN
 from appliance.model.families.qwen2 import QWEN2, QWEN2_VL
@@ -129,6 +132,10 @@ FAMILIES: tuple[Family, ...] = (
     STEP3P7,
     DEEPSEEK_V32,
     GLM_MOE_DSA,
+    PHI,
+    GPT_NEOX,
+    BAICHUAN,
+    BAILING_MOE,
 )
 
 

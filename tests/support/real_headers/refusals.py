@@ -10,7 +10,6 @@ _CODE = "code that comes with a checkpoint"
 # model_type -> what the refusal must say.
 FAMILIES: dict[str, str] = {
     # Transformers has no class of its own, and code that comes with a checkpoint is never run.
-    "baichuan": _CODE,
     "falcon_perception": _CODE,
     "molmo": _CODE,
     "nemotron-nas": _CODE,
@@ -18,7 +17,8 @@ FAMILIES: dict[str, str] = {
     # Families of ours whose class only their makers publish: the names of their tensors are not
     # known here, so the folder that is tried lacks them. tests/model/test_makers.py compares them.
     **dict.fromkeys(
-        ("chatglm", "internvl_chat", "minicpm", "qwen"), ".* (is missing|by a name that is known)"
+        ("baichuan", "chatglm", "internvl_chat", "mimo", "minicpm", "qwen"),
+        ".* (is missing|by a name that is known)",
     ),
     # Arithmetic that neither our kernels nor transformers' modules over our cache have.
     "deepseek_ref": "recurrent|sparse|DeepseekV4",  # DeepSeek V4 by another name
@@ -29,7 +29,6 @@ FAMILIES: dict[str, str] = {
     "mllama": "cross attention",
     # No class in transformers, nor a description that we know.
     "llava_llama": "folders of their own",  # VILA
-    "mimo": "model_type 'mimo'",
     "minimax_m3": "model_type 'minimax_m3'",
     # No model of the hub's, but settings of a converter for another program.
     "ONNX": "ONNX",
