@@ -92,19 +92,22 @@ TYPES: dict[str, Any] = {
     ),
     "small sets": (set[Colour], frozenset[bool], set[Literal["a", "b", "c"]]),
 }
-MODELS = {
-    name: create_model(
-        "Model", **{f"f{number}": (one, ...) for number, one in enumerate(types)}
-    ).model_json_schema()
-    for name, types in TYPES.items()
-}  # fmt: skip
+
+
+def schema_of(*types: Any) -> Any:
+    """The schema of a model with a field of each type."""
+    fields: Any = {f"f{number}": (one, ...) for number, one in enumerate(types)}
+    return create_model("Model", **fields).model_json_schema()
+
+
+MODELS = {name: schema_of(*types) for name, types in TYPES.items()}
 ZOD = json.loads(
     Path(__file__).with_name("zod_schemas.json").read_text()
 )  # z.toJSONSchema of 4.6.7
 # zod's expression of a duration looks ahead in its middle.
 REFUSED = {"strings, output": "l.pattern", "strings, input": "l.pattern"}
 ACCEPTED = {**MODELS, **{name: schema for name, schema in ZOD.items() if name not in REFUSED}}
-LARGE_SET = create_model("Model", f0=(set[str], ...)).model_json_schema()
+LARGE_SET = schema_of(set[str])
 
 HI = [{"role": "user", "content": "hi"}]
 Body = dict[str, Any]
