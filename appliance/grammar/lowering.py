@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from appliance.errors import RequestError
 from appliance.grammar.complement import exact_classes
+from appliance.grammar.endless import is_endless
 from appliance.grammar.keywords import (
     ASSERTIONS,
     BOUNDS,
@@ -62,11 +63,13 @@ def lowered(schema: Schema) -> Schema:
     """
     found = Lowering(schema).lower(schema, ())
     assert isinstance(found, Mapping)
+    if is_endless(found, Lowering(found).resolved):
+        raise refusal((), "no value obeys this: each would have to hold another one like itself")
     return found
 
 
 def refusal(place: Place, why: str) -> RequestError:
-    return RequestError(why, param=".".join(place))
+    return RequestError(why, param=".".join(place) or None)
 
 
 class Lowering:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -48,6 +49,49 @@ def test_a_schema_that_nothing_obeys_is_refused_unless_it_can_be_left_out() -> N
     assert problem is not None
     assert problem.place == ("enum",)
     assert problem_of(Grammar.json_schema(inside({"enum": []}))) is None
+
+
+NODE = {"type": "object", "required": ["next"]}
+TO_A, TO_B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        ({**NODE, "properties": {"next": {"$ref": "#"}}}, False),
+        ({"type": "object", "properties": {"next": {"$ref": "#"}}}, True),
+        ({**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, True),
+        ({**NODE, "type": ["object", "null"], "properties": {"next": {"$ref": "#"}}}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"type": "array", "items": {"$ref": "#"}}, True),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {
+                    "a": {**NODE, "properties": {"next": {"type": "array", "items": TO_B}}},
+                    "b": {**NODE, "properties": {"next": TO_A}},
+                },
+            },
+            True,
+        ),
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/a"}],
+                "$defs": {
+                    "a": {**NODE, "properties": {"next": TO_B}},
+                    "b": {**NODE, "properties": {"next": {"oneOf": [TO_A, TO_B]}}},
+                },
+            },
+            False,
+        ),
+        ({"$ref": "#"}, False),
+        ({**TO_A, "$defs": {"a": TO_B, "b": TO_A}}, False),
+    ],
+)
+def test_a_schema_without_a_finite_value_is_refused(schema: dict[str, Any], ends: bool) -> None:
+    answer = answer_of({"kind": "json_schema", "text": json.dumps(schema)})
+    assert ("text" in answer) is ends
+    assert ends or re.search("itself", answer["refused"])
 
 
 def test_a_definition_is_to_blame_rather_than_who_refers_to_it() -> None:
