@@ -166,6 +166,7 @@ class LLM:
         """
         if self.tokenizer.chat_template is None:
             raise ChatTemplateError("this model has no chat template; use generate() instead")
+        self.tokenizer.isolate_template()  # the checkpoint's author is a stranger here too
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]

@@ -7,8 +7,9 @@ import pytest
 
 from appliance import LLM, SamplingParams
 from appliance.engine.request import FinishReason, Request
-from appliance.errors import ConfigError, ContextLengthError, ModelError
+from appliance.errors import ChatTemplateError, ConfigError, ContextLengthError, ModelError
 from appliance.llm import CompletionOutput
+from appliance.tokenizer import ChatTemplate, Tokenizer
 
 pytestmark = pytest.mark.model
 
@@ -24,6 +25,16 @@ def test_a_question_is_answered(llm: LLM) -> None:
     assert "Tokyo" in answer.outputs[0].text
     assert "<|im_end|>" not in answer.outputs[0].text
     assert answer.outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_a_template_of_a_stranger_takes_no_more_than_its_limits(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = Tokenizer.from_path(Path(llm.path))
+    hostile.chat_template = ChatTemplate("{{ 'a' | center(10**10) }}", {})
+    monkeypatch.setattr(llm, "tokenizer", hostile)
+    with pytest.raises(ChatTemplateError, match="1024 MiB"):
+        llm.chat([{"role": "user", "content": "hi"}], progress=False)
 
 
 def test_prompts_come_back_in_order_with_a_progress_bar(

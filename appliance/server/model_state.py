@@ -234,7 +234,7 @@ class ModelState:
         loading = asyncio.create_task(self.engine.start(end_tokens, on_progress))
         try:
             tokenizer = await reading
-            await asyncio.to_thread(tokenizer.isolate_template)
+            await asyncio.to_thread(tokenizer.try_template)
             info = await loading
         finally:
             loading.cancel()  # no effect if it has ended

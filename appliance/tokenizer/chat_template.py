@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError
@@ -15,6 +16,7 @@ from appliance.tokenizer.sandbox import BUDGET, Budget, TemplateEnvironment
 logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_BYTES = 64 * 1024
+MAX_TEMPLATE_TOKENS = 16 * 1024  # of Jinja: the longest in use have 3,200; a second to compile
 # A rendered chat may have this many times its input's length, plus a fixed allowance.
 MAX_GROWTH = 8
 GROWTH_ALLOWANCE = 64 * 1024
@@ -138,8 +140,16 @@ def _compile(source: str) -> Template:
             f"the model's chat template has {size} bytes, more than {MAX_TEMPLATE_BYTES}; "
             "replace it with a smaller one"
         )
+    environment = TemplateEnvironment()
     try:
-        return TemplateEnvironment().from_string(source)
+        if sum(1 for _ in islice(environment.lex(source), MAX_TEMPLATE_TOKENS + 1)) > (
+            MAX_TEMPLATE_TOKENS
+        ):
+            raise ChatTemplateError(
+                f"the model's chat template has more than {MAX_TEMPLATE_TOKENS:,} marks and words; "
+                "replace it with a smaller one"
+            )
+        return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise ChatTemplateError(
             f"the model's chat template is wrong in line {error.lineno}: {error.message}"

@@ -260,16 +260,21 @@ class Tokenizer:
         return self._encoder is not None
 
     def isolate_template(self) -> None:
-        """Render chats in processes with limits from now on; test that and learn the dialect.
+        """Render chats in processes with limits from now on."""
+        if self.chat_template is not None and self._isolated is None:
+            from appliance.tokenizer.isolation import IsolatedTemplate
+
+            self._isolated = IsolatedTemplate(self.chat_template)
+
+    def try_template(self) -> None:
+        """Isolate the template, render three short chats, and learn the dialect.
 
         Raises:
             ChatTemplateError: the template exceeds its limits on a short chat.
         """
-        if self.chat_template is None:
+        self.isolate_template()
+        if self._isolated is None:
             return
-        from appliance.tokenizer.isolation import IsolatedTemplate
-
-        self._isolated = IsolatedTemplate(self.chat_template)
         try:
             self._isolated.try_out()
             logger.debug("the dialect of the model: %s", self.dialect)

@@ -258,4 +258,5 @@ def _encode(tokenizer: Tokenizer, title: str, content: str | list[Message]) -> l
     elif tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in content)
         return tokenizer.encode(text, add_special_tokens=True, allow_special=False)
+    tokenizer.isolate_template()
     return tokenizer.encode_chat(content, add_generation_prompt=False)

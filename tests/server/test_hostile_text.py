@@ -90,7 +90,7 @@ async def test_a_template_that_takes_without_end_costs_its_own_request(
 ) -> None:
     monkeypatch.setattr(isolation, "CPU_SECONDS", 1.0)
     tokenizer = Tokenizer.from_path(with_template(tokenizer_folder, BOMB))
-    await asyncio.to_thread(tokenizer.isolate_template)
+    await asyncio.to_thread(tokenizer.try_template)
     async with serve(tokenizer=tokenizer) as running:
         bomb = asyncio.create_task(running.chat("a bomb"))
         while not bomb.done():

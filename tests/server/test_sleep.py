@@ -79,7 +79,7 @@ async def test_the_tokenizer_s_processes_end_with_the_engine(
 ) -> None:
     before = set(psutil.Process().children())  # of other tests in this process
     async with serve(server=SOON) as running:
-        byte_tokenizer.isolate_template()
+        byte_tokenizer.try_template()
         await running.chat("hi")
         await asleep(running)
         await until(lambda: set(psutil.Process().children()) <= before, "a worker lives on")

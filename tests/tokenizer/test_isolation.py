@@ -334,3 +334,19 @@ def test_rules_of_models_in_use_are_known(make_folder: Callable[..., Path], tmp_
         assert not Tokenizer.from_path(folder).is_isolated
         found = known_parts.unknown_parts((folder / "tokenizer.json").read_bytes())
         assert found == []
+
+
+def test_a_template_of_a_script_is_isolated_too(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    tokenizer = Tokenizer.from_path(make_folder(tmp_path / "model"))
+    tokenizer.chat_template = ChatTemplate(LARGE, {})
+    tokenizer.isolate_template()
+    with pytest.raises(TemplateLimitError):
+        tokenizer.encode_chat(HELLO)
+
+
+def test_a_template_that_takes_long_to_compile_is_refused() -> None:
+    ChatTemplate("{{ 1" + " ~ 1" * 3000 + " }}", {})
+    with pytest.raises(ChatTemplateError, match="marks and words"):
+        ChatTemplate("{{ 1" + "~1" * 30_000 + " }}", {})
