@@ -21,6 +21,9 @@ from appliance.rankers import is_ranker
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 _MAX_MODULES = 16
@@ -41,7 +44,7 @@ _OLD_POOLING = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _POOLING = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
@@ -50,10 +53,44 @@ _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
 ENCODERS = frozenset(
     {
         *("bert", "roberta", "xlm-roberta", "camembert", "modernbert"),
-        *("jina_embeddings_v3", "gte", "new", "nomic_bert"),
+        *("jina_embeddings_v3", "gte", "new", "nomic_bert", "eurobert"),
+    }
+)
+_TWO_WAY = (("is_causal", False), ("use_bidirectional_attention", True))
+# By the class that sentence-transformers applies; without a name it is Tanh.
+_ACTIVATIONS = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
+_TANH = "torch.nn.modules.activation.Tanh"
+# Likewise values of general.architecture in GGUF files.
+GGUF_ENCODERS = frozenset(
+    {
+        *("bert", "nomic-bert", "jina-bert-v3", "modern-bert"),
+        *("gemma-embedding", "llama-embed", "eurobert"),
     }
 )
 _GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
+_GGUF_POOLING = {_GGUF_MEAN: Pooling.MEAN, _GGUF_CLS: Pooling.CLS, _GGUF_LAST: Pooling.LAST}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseStep:
+    """A linear that maps pooled states: act(x @ weight.T + bias).
+
+    Attributes:
+        weight: (out_features, in_features) float32.
+        bias: (out_features,) float32, or None.
+        activation: a value of `_ACTIVATIONS`.
+    """
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32] | None
+    activation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +101,7 @@ class EmbeddingRecipe:
         pooling: the hidden states that make the vector. The default is the last token's, as in
             vLLM: the prefix cache serves it, and it finds 15 of 16 paraphrases with SmolLM2 (the
             mean 14), all with Gemma 3 270M (as does the mean).
+        dense: linears after the pooling, in turn.
         normalize: to length 1.
         source: the file that defines it; empty for the default.
         prompts: prefixes of texts by name, such as query and document.
@@ -72,11 +110,16 @@ class EmbeddingRecipe:
     """
 
     pooling: Pooling = Pooling.LAST
+    dense: tuple[DenseStep, ...] = ()
     normalize: bool = True
     source: str = ""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     refused: str = ""
+
+    def width(self, hidden_size: int) -> int:
+        """Return the length of a vector that is made of so many pooled states."""
+        return self.dense[-1].weight.shape[0] if self.dense else hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,30 +160,30 @@ def recipe_of_folder(path: Path) -> RetrievalRecipe:
         UnsupportedModelError: no code here supports the encoder.
     """
     config = _optional(path / "config.json")
-    if str(config.get("model_type")) in ENCODERS:
+    is_two_way = any(config.get(name) is value for name, value in _TWO_WAY)
+    if is_two_way or str(config.get("model_type")) in ENCODERS:
         return _of_encoder(path, config)
     embedding, rerank = _of_modules(path)
     if rerank is None:
         rerank = _of_readme(path, config)
-    for name, usual in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if config.get(name, usual) is not usual:
-            embedding = _refusing(f"config.json says {name} {config[name]!r:.40}: its tokens look")
     return RetrievalRecipe(embedding, rerank)
 
 
-def recipe_of_gguf(metadata: Mapping[str, Any], name: str) -> RetrievalRecipe:
+def recipe_of_gguf(metadata: Mapping[str, Any], path: Path) -> RetrievalRecipe:
     """Read a GGUF file.
 
     Args:
         metadata: from its header.
-        name: the file's name.
+
+    Raises:
+        CheckpointError: linears that its metadata describes are missing.
     """
     architecture = metadata.get("general.architecture", "")
-    if metadata.get(f"{architecture}.attention.causal") is False:
-        return RetrievalRecipe(_refusing(f"{name} says attention.causal false: its tokens look"))
     kind = metadata.get(f"{architecture}.pooling_type")
     template = metadata.get("tokenizer.chat_template.rerank")
-    source = f"the metadata of {name}"
+    source = f"the metadata of {path.name}"
+    if architecture in GGUF_ENCODERS or metadata.get(f"{architecture}.attention.causal") is False:
+        return _of_gguf_encoder(metadata, path, source, kind)
     if kind == _GGUF_RANK and isinstance(template, str) and "{document}" in template:
         labels = metadata.get(f"{architecture}.classifier.output_labels")
         if isinstance(labels, list) and len(labels) == 2 and all(type(x) is str for x in labels):
@@ -148,16 +191,42 @@ def recipe_of_gguf(metadata: Mapping[str, Any], name: str) -> RetrievalRecipe:
     if kind in (None, _GGUF_NONE):
         return NOTHING_SAID
     if kind in (_GGUF_MEAN, _GGUF_LAST):
-        pooling = Pooling.MEAN if kind == _GGUF_MEAN else Pooling.LAST
-        return RetrievalRecipe(EmbeddingRecipe(pooling, source=source))
+        return RetrievalRecipe(EmbeddingRecipe(_GGUF_POOLING[kind], source=source))
     what = f"of type {kind!r:.40}"
     if kind in (_GGUF_CLS, _GGUF_RANK):
         what = "of a class token" if kind == _GGUF_CLS else "by a head for ranking"
-    return RetrievalRecipe(EmbeddingRecipe(refused=f"{name} asks for pooling {what}"))
+    return RetrievalRecipe(EmbeddingRecipe(refused=f"{path.name} asks for pooling {what}"))
 
 
-def _refusing(why: str) -> EmbeddingRecipe:
-    return EmbeddingRecipe(refused=f"{why} ahead too, and this server runs causal attention only")
+def _of_gguf_encoder(
+    metadata: Mapping[str, Any], path: Path, source: str, kind: object
+) -> RetrievalRecipe:
+    architecture = metadata["general.architecture"]
+    if kind == _GGUF_RANK:
+        refused = f"{source} makes a reranker of it, without vectors"
+        rerank = RerankRecipe(source, "", (), by_head=True)
+        return RetrievalRecipe(EmbeddingRecipe(refused=refused), rerank)
+    if not isinstance(kind, int) or kind not in _GGUF_POOLING:
+        why = f"{path.name} says {architecture}.pooling_type {kind!r:.40}, which names no pooling"
+        return RetrievalRecipe(EmbeddingRecipe(refused=why))
+    dense = tuple(
+        DenseStep(_gguf_matrix(path, f"dense_{number}.weight"), None, "identity")
+        for number in (2, 3)
+        if metadata.get(f"{architecture}.dense_{number}_feat_out")
+    )
+    return RetrievalRecipe(EmbeddingRecipe(_GGUF_POOLING[kind], dense, source=source))
+
+
+def _gguf_matrix(path: Path, name: str) -> NDArray[np.float32]:
+    import numpy as np
+
+    from appliance.gguf import GGUFFile
+    from appliance.kernels.weight import dense
+
+    file = GGUFFile(path, in_torch=False, vocabulary=False)
+    if name not in file.tensor_names():
+        raise CheckpointError(f"{path} has no tensor {name}, which its metadata describes")
+    return np.asarray(dense(file.load(name), "float32"))
 
 
 def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
@@ -205,6 +274,8 @@ def _of_modules(
             recipe = _pooled(recipe, _optional(path / folder / "config.json"), known)
         elif kind == "Normalize":
             recipe = replace(recipe, normalize=True)
+        elif kind == "Dense" and not recipe.normalize:
+            recipe = _with_dense(recipe, path / folder)
         elif kind == "LogitScore":
             rerank = _of_logits(_optional(path / folder / "config.json"), recipe)
         else:
@@ -252,6 +323,46 @@ def _pooled(
     if config.get("include_prompt") is False and any(recipe.prompts.values()):
         return replace(recipe, refused="its Pooling module leaves prompts out")
     return replace(recipe, pooling=known[mode])
+
+
+def _with_dense(recipe: EmbeddingRecipe, path: Path) -> EmbeddingRecipe:
+    """Read a linear and its weights.
+
+    Raises:
+        CheckpointError: they are missing, damaged or pickled, or do not fit what is before them.
+    """
+    from appliance.checkpoint import SafetensorsFolder  # loads numpy
+
+    config = read_json(path / "config.json")
+    name = config.get("activation_function", _TANH)
+    if name not in _ACTIVATIONS:
+        return replace(recipe, refused=f"its Dense module applies {name!r:.80}")
+    reads = config.get("module_input_name", "sentence_embedding")
+    writes = config.get("module_output_name") or reads
+    if reads != "sentence_embedding" or writes != reads or config.get("use_residual"):
+        what = "use_residual" if config.get("use_residual") else f"{reads!r:.40} to {writes!r:.40}"
+        return replace(recipe, refused=f"its Dense module asks for {what}")
+    folder = SafetensorsFolder(path, in_torch=False)
+    names = {"linear.weight", "linear.bias"} if config.get("bias", True) else {"linear.weight"}
+    rows, columns = (config.get(f"{side}_features") for side in ("out", "in"))
+    shapes = {"linear.weight": (rows, columns), "linear.bias": (rows,)}
+    stored = {name: folder.shape(name) for name in folder.tensor_names()}
+    if stored != {name: shapes[name] for name in names}:
+        raise CheckpointError(
+            f"{path}: config.json asks for {shapes['linear.weight']}, "
+            f"{'with' if len(names) > 1 else 'without'} a bias, and stored are {stored}; take both "
+            "of one revision"
+        )
+    if recipe.dense and columns != len(recipe.dense[-1].weight):
+        raise CheckpointError(
+            f"{path}: in_features is {columns}, and the Dense module before it makes "
+            f"{len(recipe.dense[-1].weight)}; take all folders of one revision"
+        )
+    import numpy as np
+
+    values = {name: np.asarray(folder.load(name).float()) for name in names}
+    step = DenseStep(values["linear.weight"], values.get("linear.bias"), _ACTIVATIONS[name])
+    return replace(recipe, dense=(*recipe.dense, step))
 
 
 def _of_logits(config: Mapping[str, Any], recipe: EmbeddingRecipe) -> RerankRecipe | None:

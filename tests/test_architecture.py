@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_names": set(),
     "rankers": set(),
     "sampling_defaults": set(),
-    "retrieval_recipe": {"engine.request"},
+    "retrieval_recipe": {"engine.request", "checkpoint", "gguf", "kernels.weight"},
     "quantize_events": set(),
     "wording": set(),
     "stages": set(),

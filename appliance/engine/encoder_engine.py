@@ -77,7 +77,7 @@ class EncoderEngine:
             )
         if request.adapter is not None:
             raise RequestError("an encoder has no adapters", param="model")
-        if request.second_text and self._encoder.spec.ranking is None:
+        if request.second_text and self._encoder.ranking is None:
             raise RequestError("this encoder has no head that judges pairs of texts", param="model")
         if (length := len(request.prompt_token_ids)) > self.info.context_length:
             raise RequestError(
@@ -171,12 +171,12 @@ class EncoderEngine:
     def _types(self, request: Request) -> list[int]:
         """Return 1 for tokens of a pair's second text, if the model has token types."""
         length = len(request.prompt_token_ids)
-        second = request.second_text if self._encoder.spec.token_types > 1 else 0
+        second = request.second_text if self._encoder.num_token_types > 1 else 0
         return [0] * (second or length) + [1] * (length - (second or length))
 
     def _pooled(self, request: Request, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """Pool the states of a text's tokens to (hidden_size,)."""
-        ranking, pooling = self._encoder.spec.ranking, request.pooling
+        ranking, pooling = self._encoder.ranking, request.pooling
         if request.second_text and ranking is not None:
             pooling = Pooling.MEAN if ranking.mean else Pooling.CLS
         if pooling is Pooling.MEAN:

@@ -11,10 +11,19 @@ from appliance.engine.memory_request import choose_device
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name, numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
-from appliance.model.encoder.native_loader import load_native_encoder
-from appliance.model.encoder.native_size import native_bytes, workspace_bytes
+from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
+from appliance.model.encoder.native_size import (
+    decoder_widths,
+    decoder_workspace_bytes,
+    native_bytes,
+    workspace_bytes,
+)
 from appliance.model.encoder.native_support import why_unsupported
+from appliance.model.encoder.source import EncoderSource
 from appliance.model.encoder.spec import num_parameters
+from appliance.model.narrowed import narrowed
+from appliance.model.native_support import why_unsupported as why_decoder_unsupported
+from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.weight_format import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -27,16 +36,18 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
     from appliance.kernels.cpu.engine import NativeEngine
-    from appliance.model.encoder.source import EncoderSource
-    from appliance.model.encoder.spec import EncoderSpec
+    from appliance.model.encoder.spec import RankingSpec
     from appliance.model.encoder.texts import Texts
+    from appliance.model.source import ModelSource
 
 _STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, heads' output, sum
 
 
 class LoadedEncoder(Protocol):
     @property
-    def spec(self) -> EncoderSpec: ...
+    def ranking(self) -> RankingSpec | None: ...
+    @property
+    def num_token_types(self) -> int: ...
     @property
     def weight_format(self) -> str: ...
 
@@ -69,7 +80,7 @@ class EncoderExecution(Protocol):
 
 
 def choose_encoder_execution(
-    config: EngineConfig, source: EncoderSource, threads: int
+    config: EngineConfig, source: EncoderSource | ModelSource, threads: int
 ) -> tuple[EncoderExecution, tuple[str, ...]]:
     """Choose the fastest execution available, with notes for the user.
 
@@ -86,7 +97,11 @@ def choose_encoder_execution(
     if reason is None:
         engine, isa = native_engine(config, threads)
         dtype = numpy_dtype(name)
-        return _NativeExecution(config, source, engine, isa.name, dtype, threads), ()
+        if isinstance(source, EncoderSource):
+            return _NativeExecution(config, source, engine, isa.name, dtype, threads), ()
+        source = _narrowed(config, source)
+        notes = (*source.notes, *source.weights.notes())
+        return _NativeDecoderExecution(config, source, engine, isa.name, dtype, threads), notes
     for flag, is_asked in {
         f"--cpu-isa {config.cpu_isa}": config.cpu_isa != "auto",
         f"--weight-bits {config.weight_bits}": config.weight_bits is not None,
@@ -98,16 +113,31 @@ def choose_encoder_execution(
     torch.set_num_threads(threads)
     where = torch.device(device.type)
     on_cpu = (f"torch runs the encoder, not the CPU library: slower: {reason}",)
-    execution = _TorchExecution(source, where, getattr(torch, name))
-    return execution, on_cpu if device.type == "cpu" else ()
+    notes = on_cpu if device.type == "cpu" else ()
+    if isinstance(source, EncoderSource):
+        return _TorchExecution(source, where, getattr(torch, name)), notes
+    notes = (*notes, *source.notes)
+    return _TorchDecoderExecution(source, where, getattr(torch, name)), notes
 
 
-def _why_not_native(config: EngineConfig, source: EncoderSource) -> str | None:
+def _narrowed(config: EngineConfig, source: ModelSource) -> ModelSource:
+    found = source if config.weight_bits is None else narrowed(source, config.weight_bits)
+    if found is None:
+        raise ConfigError(
+            f"--weight-bits {config.weight_bits}: most weights of {config.model} have no more bits"
+            " already, or their width does not divide by 32; leave it out"
+        )
+    return found
+
+
+def _why_not_native(config: EngineConfig, source: EncoderSource | ModelSource) -> str | None:
     try:
         select_isa(load_library(), config.cpu_isa)
     except LibraryError as error:
         return str(error)
-    return why_unsupported(source.spec)
+    if isinstance(source, EncoderSource):
+        return why_unsupported(source.spec)
+    return why_decoder_unsupported(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +172,36 @@ class _NativeExecution:
 
 
 @dataclass(frozen=True, slots=True)
+class _NativeDecoderExecution:
+    config: EngineConfig
+    source: ModelSource
+    engine: NativeEngine
+    isa: str
+    dtype: Any
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"cpu library ({self.isa})"
+
+    @property
+    def device(self) -> Processor:
+        return Processor()
+
+    @property
+    def weight_bytes(self) -> int:
+        return estimate_native_bytes(self.source, self.dtype)
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        most_texts = min(self.config.max_num_seqs, max_tokens)
+        return decoder_workspace_bytes(self.source.spec, max_tokens, most_texts, self.threads)
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        self.engine.watch(beacon.address)
+        return load_native_decoder(self.source, self.engine, self.dtype, on_progress)
+
+
+@dataclass(frozen=True, slots=True)
 class _TorchExecution:
     source: EncoderSource
     where: torch.device
@@ -172,3 +232,31 @@ class _TorchExecution:
             "LoadedEncoder",
             load_encoder(self.source, self.dtype, self.where, on_progress, beacon.advance),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchDecoderExecution:
+    source: ModelSource
+    where: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"torch in {DTYPE_NAMES[dtype_name(self.dtype)]}"
+
+    @property
+    def device(self) -> torch.device | Processor:
+        return self.where if self.where.type == "cuda" else Processor()
+
+    @property
+    def weight_bytes(self) -> int:
+        return estimate_weight_bytes(self.source, self.where, self.dtype)
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        width = _STREAMS * self.source.spec.hidden_size + sum(decoder_widths(self.source.spec))
+        return max_tokens * width * int(self.dtype.itemsize)
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        from appliance.model.encoder.decoder_loader import load_decoder_reader
+
+        return load_decoder_reader(self.source, self.dtype, self.where, on_progress, beacon.advance)

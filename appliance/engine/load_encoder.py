@@ -15,7 +15,7 @@ from appliance.engine.engine_info import device_name, fingerprint_of
 from appliance.engine.memory_request import memory_budget
 from appliance.engine.messages import EngineInfo
 from appliance.errors import MemoryPlanError
-from appliance.model.encoder.source import open_encoder
+from appliance.model.encoder.source import open_reader
 from appliance.runtime import release_unused, resident_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def load_encoder_engine(
     begin, stages = time.perf_counter(), [("imports", time.monotonic())]
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     on_progress("reading the model", 0, 0)
-    source = open_encoder(Path(config.model))
+    source = open_reader(Path(config.model))
     spec = source.spec
     execution, notes = choose_encoder_execution(config, source, threads)
     device = execution.device
@@ -97,7 +97,7 @@ def load_encoder_engine(
         fingerprint=fingerprint_of(Path(config.model), arithmetic),
         hidden_size=spec.hidden_size,
         process_bytes=process_bytes,
-        ranks_pairs=spec.ranking is not None,
+        ranks_pairs=encoder.ranking is not None,
         notes=notes,
         stages=tuple(stages),
     )

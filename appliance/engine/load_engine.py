@@ -9,7 +9,7 @@ from appliance.engine.admission import Admission
 from appliance.engine.beacon import Beacon
 from appliance.engine.engine import LLMEngine
 from appliance.errors import ConfigError
-from appliance.model.encoder.source import is_encoder
+from appliance.model.encoder.source import reads_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,10 +28,10 @@ def load_engine(
     admission: Admission | None = None,
 ) -> LLMEngine | EncoderEngine:
     """Load a model of any kind; arguments and errors as for `LLMEngine.load`."""
-    if is_encoder(Path(config.model)):
+    if reads_only(Path(config.model)):
         if config.is_divided:
             raise ConfigError(
-                f"{config.model} is an encoder, which one process runs whole; leave out"
+                f"{config.model} only reads texts, and one process runs it whole; leave out"
                 " --ranks, --tensor-parallel, --pipeline-parallel and --gpu-split"
             )
         from appliance.engine.load_encoder import load_encoder_engine

@@ -6,6 +6,7 @@ HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE have their usual meaning.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ TIMEOUT = 10.0  # seconds for the hub to answer
 SIDE_FILES = (".json", ".jinja")
 # Folders whose side files are read, too: templates for tools, and settings of embedding models.
 FOLDERS = ("additional_chat_templates/", "1_Pooling/", "1_LogitScore/")
+# Linears that sentence-transformers applies to vectors, with weights of their own.
+_DENSE = re.compile(r"\d+_Dense/(config\.json|model\.safetensors)")
 # Read where there is no tokenizer.json.
 OLDER_TOKENIZERS = ("tokenizer.model", "merges.txt", "tiktoken.model")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -130,6 +133,7 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
             for name in names
             if (name.endswith(SIDE_FILES) and (name in top or name.startswith(FOLDERS)))
             or name in older
+            or _DENSE.fullmatch(name)
         ]
     # Projectors of images belong to another file, and are no models.
     models = [name for name in ggufs if not Path(name).name.startswith("mmproj")]

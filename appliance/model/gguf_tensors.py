@@ -36,6 +36,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 # Tensors without effect on generated text, and why.
 _UNUSED = {
     r".*\.input_scale": "range of a linear's inputs where they are rounded; here they are not",
+    r"dense_[23]\.weight": "linears that map a pooled vector, which the server applies",
     r"cls(\.output)?\.(weight|bias)": "a head that ranks or classifies a text",
     r"blk\.\d+\.attn_rot_embd(\..*)?": "rotary frequencies, which the settings give as well",
 }

@@ -289,6 +289,7 @@ def _attention(
         only_reads=spec.kv_layer is not None,
         keys_are_values=spec.keys_are_values and spec.kv_layer is None,
         head_norms=HeadNormsCode[spec.head_norms.name],
+        looks_ahead=spec.looks_ahead,
     )
 
 

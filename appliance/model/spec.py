@@ -101,6 +101,7 @@ class AttentionSpec:
     value_norm: NormSpec | None = None  # per head, without a weight
     keys_are_values: bool = False  # values are the keys before norm and RoPE
     kv_layer: int | None = None  # layer whose keys and values it reads; None: its own
+    looks_ahead: bool = False  # a query reads as many following positions; only without a cache
 
 
 @dataclass(frozen=True, slots=True)

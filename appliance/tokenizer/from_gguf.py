@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram, WordPiece
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.gguf import read_header
-from appliance.retrieval_recipe import recipe_of_gguf
+from appliance.retrieval_recipe import RetrievalRecipe, recipe_of_gguf
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.pieces import SPACE_MARK
@@ -27,15 +28,14 @@ T = TypeVar("T")
 MAX_SPLIT_CHARACTERS = 2**27
 
 # Kinds of tokenizers, `tokenizer.ggml.model`: of bytes, SentencePiece's, and Gemma 4's, which has
-# SentencePiece's pieces with merges beside them.
+# SentencePiece's pieces with merges beside them; of encoders, WordPiece and XLM-R's Unigram.
 BYTE_LEVEL, SENTENCEPIECE, GEMMA4 = "gpt2", "llama", "gemma4"
+WORDPIECE, UNIGRAM = "bert", "t5"
 # Names of rules in files of bytes that make them files of Gemma 4's kind.
 _GEMMA4_RULES = ("gemma4", "granite-embed-multi-311m")
 MARKED_SPACES = (*_GEMMA4_RULES, "sarvam-moe")
 
 _OTHER_KINDS = {
-    "bert": "WordPiece, of encoders",
-    "t5": "Unigram, of T5 and multilingual encoders",
     "rwkv": "RWKV's",
     "plamo2": "PLaMo 2's",
     "hybriddna": "of DNA sequences",
@@ -46,7 +46,15 @@ _PREFIX = "tokenizer.ggml."
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LONG = {"sep": "seperator"}  # as GGUF spells it
 # What llama.cpp takes where the file names no usable token.
-_USUAL_IDS = {SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
+_USUAL_IDS = {
+    SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    WORDPIECE: {"bos_token_id": 101, "unknown_token_id": 100, "seperator_token_id": 102},
+}
+_CONTROL_OF_BERT = {
+    "bos_token_id": "[CLS]",
+    "unknown_token_id": "[UNK]",
+    "seperator_token_id": "[SEP]",
+}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
 
 # Names that converters give to the values of generation_config.json.
@@ -85,17 +93,28 @@ class GGUFTokenizer:
             self._kind = GEMMA4
         elif self._kind == GEMMA4:
             self._rules_name = GEMMA4
-        if self._kind not in (BYTE_LEVEL, SENTENCEPIECE, GEMMA4):
+        if self._kind not in (BYTE_LEVEL, SENTENCEPIECE, GEMMA4, WORDPIECE, UNIGRAM):
             known = _OTHER_KINDS.get(self._kind)
             raise UnsupportedModelError(
                 f"{path} has a tokenizer of kind {self._kind!r}{f' ({known})' if known else ''}; "
-                "supported are gpt2, llama and gemma4: use the model's Hugging Face folder instead"
+                "supported are gpt2, llama, gemma4, bert and t5: use the model's Hugging Face "
+                "folder instead"
             )
+        # An encoder's first token, under its own name in older files.
+        if (first := metadata.get(f"{_PREFIX}cls_token_id")) is not None:
+            self._metadata = {f"{_PREFIX}bos_token_id": first, **metadata}
         self._tokens: list[str] = self._strings("tokens")
         self._types: list[int] = self._get("token_type", list, [_NORMAL] * len(self._tokens))
         if len(self._types) < len(self._tokens):
             raise self._damaged(f"{len(self._tokens)} tokens but {len(self._types)} token types")
         self._types = self._types[: len(self._tokens)]  # llama.cpp takes more of them, too
+        if self._kind == WORDPIECE:
+            named = {
+                _PREFIX + key: self._tokens.index(content)
+                for key, content in _CONTROL_OF_BERT.items()
+                if content in self._tokens
+            }
+            self._metadata = named | self._metadata
         self._ids = {
             key: self._find_token_id(key)
             for key in self._metadata_keys() | _USUAL_IDS.get(self._kind, {}).keys()
@@ -103,7 +122,7 @@ class GGUFTokenizer:
 
     def build(self) -> TokenizerSource:
         try:
-            backend = self._byte_level() if self._kind == BYTE_LEVEL else self._sentencepiece()
+            backend = self._backend()
             self._add_tokens(backend)
             self._add_bos_and_eos(backend)
         except (TypeError, ValueError, AttributeError) as error:
@@ -118,9 +137,69 @@ class GGUFTokenizer:
                 {name: self._metadata.get(key) for name, key in _SAMPLING.items()},
                 f"the metadata of {self._path.name}",
             ),
-            retrieval=recipe_of_gguf(self._metadata, self._path.name),
+            retrieval=self._retrieval(),
             notes=tuple(self._notes),
         )
+
+    def _backend(self) -> Tokenizer:
+        if self._kind == WORDPIECE:
+            return self._wordpiece()
+        if self._kind == UNIGRAM:
+            return self._unigram()
+        return self._byte_level() if self._kind == BYTE_LEVEL else self._sentencepiece()
+
+    def _wordpiece(self) -> Tokenizer:
+        """Build BERT's tokenizer; in the file a mark begins a word instead of continuing it."""
+        typed = zip(self._tokens, self._types, strict=True)
+        self._tokens = [
+            token
+            if kind == _CONTROL or not token
+            else token[1:]
+            if token[0] == SPACE_MARK
+            else f"##{token}"
+            for token, kind in typed
+        ]
+        unknown = self._ids.get("unknown_token_id")
+        if unknown is None:
+            raise self._damaged("it has no unknown token")
+        # Files that say nothing of capitals: a vocabulary without any is of words in lower case.
+        words = (t for t, kind in zip(self._tokens, self._types, strict=True) if kind == _NORMAL)
+        cased = any(re.search("[A-Z]", token) for token in words if token[:1] != "[")
+        lowercase = self._get("normalizer.lowercase", bool, not cased)
+        backend = Tokenizer(WordPiece(self._by_id(), unk_token=self._tokens[unknown]))
+        backend.normalizer = normalizers.BertNormalizer(
+            lowercase=lowercase,
+            strip_accents=self._get("normalizer.strip_accents", bool, lowercase),
+        )
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        return backend
+
+    def _unigram(self) -> Tokenizer:
+        """Build XLM-R's tokenizer, which splits at white space first."""
+        scores = self._get("scores", list, [])
+        if len(scores) != len(self._tokens):
+            raise self._damaged(f"{len(self._tokens)} tokens but {len(scores)} scores")
+        backend = Tokenizer(
+            Unigram(
+                list(zip(self._tokens, scores, strict=True)),
+                unk_id=self._ids.get("unknown_token_id"),
+                byte_fallback=False,
+            )
+        )
+        if rules := self._get("precompiled_charsmap", list, []):
+            backend.normalizer = normalizers.Precompiled(bytes(rule & 0xFF for rule in rules))
+        scheme = "always" if self._get("add_space_prefix", bool, True) else "never"
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+        )
+        backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+        return backend
+
+    def _by_id(self) -> dict[str, int]:
+        # The first id of a repeated piece wins.
+        last_first = range(len(self._tokens) - 1, -1, -1)
+        return dict(zip(reversed(self._tokens), last_first, strict=True))
 
     def _byte_level(self) -> Tokenizer:
         rules = self._word_rules
@@ -250,18 +329,25 @@ class GGUFTokenizer:
         add_bos, add_sep = self._kind != BYTE_LEVEL and self._rules_name != "sarvam-moe", False
         if self._kind == BYTE_LEVEL:
             add_bos, add_sep = self._word_rules.add_bos, self._word_rules.add_sep
+        usual_eos = self._kind == UNIGRAM
         add_bos = self._get("add_bos_token", bool, add_bos)
         if self._rules_name in _GEMMA4_RULES:
             add_bos = True  # early files deny it wrongly
         ends = [
             name
-            for name, usual in (("eos", False), ("sep", add_sep))
+            for name, usual in (("eos", usual_eos), ("sep", add_sep))
             if self._get(f"add_{name}_token", bool, usual)
         ]
+        if self._kind == WORDPIECE:  # whatever the file says of them, as in llama.cpp
+            add_bos, ends = True, ["sep"]
         before = self._named(["bos"] if add_bos else [])
-        after = self._named(ends)
+        after = list(dict.fromkeys(self._named(ends)))  # both are one token in encoders' files
+        first, last = ([content for content, _ in names] for names in (before, after))
+        # A pair as BERT has it, and XLM-R, which ends the first text and begins the second.
+        middle = last * 2 if self._kind == UNIGRAM else last
         backend.post_processor = processors.TemplateProcessing(
-            single=[*(content for content, _ in before), "$A", *(content for content, _ in after)],
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *middle, "$B:1", *(f"{content}:1" for content in last)],
             special_tokens=list(dict.fromkeys(before + after)),
         )
 
@@ -287,6 +373,16 @@ class GGUFTokenizer:
         return ChatTemplate(
             source, variables, tool_source=tool_source if isinstance(tool_source, str) else None
         )
+
+    def _retrieval(self) -> RetrievalRecipe:
+        recipe = recipe_of_gguf(self._metadata, self._path)
+        if self._architecture() == "gemma-embedding" and not recipe.embedding.dense:
+            self._notes.append(
+                f"{self._path.name} lacks EmbeddingGemma's last linears (dense_2, dense_3), so its "
+                "vectors are not those of the folder; llama.cpp's converter writes them with "
+                "--sentence-transformers-dense-modules"
+            )
+        return recipe
 
     def _architecture(self) -> str:
         return str(self._metadata.get("general.architecture", ""))

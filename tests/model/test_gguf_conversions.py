@@ -320,7 +320,7 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     ("architecture", "why"),
     [
         ("mamba", "no layer has attention"),
-        ("bert", "is an encoder"),
+        ("bert", "only reads texts"),
         ("gptj", "head has a bias, .* use the folder"),
         ("unheard-of", "'unheard-of' is not supported; supported are llama"),
     ],

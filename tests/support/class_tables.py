@@ -19,7 +19,7 @@ from typing import Any
 
 from appliance.model.encoder.families import ENCODERS
 from appliance.model.families import class_defaults
-from appliance.model.families.registry import FAMILIES
+from appliance.model.families.registry import FAMILIES, TWO_WAY_RELATIVES
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 TABLE = Path(class_defaults.__file__).with_name("class_defaults.json")
@@ -40,6 +40,7 @@ def make() -> dict[str, Any]:
 
     logging.set_verbosity(logging.CRITICAL)
     types = {family.model_type for family in FAMILIES} | {each.model_type for each in ENCODERS}
+    types |= TWO_WAY_RELATIVES.keys()
     types |= set(OTHER_TYPES)
     types &= set(CONFIG_MAPPING)  # InternLM 2 has no class there
     parts: dict[str, str] = {}

@@ -9,6 +9,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from appliance.model.encoder.texts import Texts
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -34,6 +36,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "modernbert": ("ModernBert", MODERN, 1200),
     "modernbert-mean": ("ModernBert", {**MODERN, "classifier_pooling": "mean"}, 70),
 }
+# Decoders that only read: kind, class, settings, longest text.
+_DECODER = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 600,
+    "pad_token_id": 0,
+}
+_WIDE = {**_DECODER, "head_dim": 32}
+_WINDOW = {"sliding_window": 9, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+DECODERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "embeddinggemma": (
+        *("Gemma3Text", "Gemma3TextModel"),
+        {
+            **_WIDE,
+            **_WINDOW,
+            "sliding_window": 16,
+            "use_bidirectional_attention": True,
+            "query_pre_attn_scalar": 32,
+        },
+        300,
+    ),
+    "qwen2-two-way": ("Qwen2", "Qwen2Model", {**_DECODER, "is_causal": False}, 300),
+    "qwen2-two-way-windows": (
+        *("Qwen2", "Qwen2Model"),
+        {**_DECODER, **_WINDOW, "use_sliding_window": True, "is_causal": False},
+        300,
+    ),
+    "qwen3-two-way": ("Qwen3", "Qwen3Model", {**_WIDE, "is_causal": False}, 60),
+    "llama-two-way": ("Llama", "LlamaForCausalLM", {**_DECODER, "is_causal": False}, 60),
+    "qwen3-base": ("Qwen3", "Qwen3Model", _WIDE, 60),
+    "mistral-base": ("Mistral", "MistralModel", {**_DECODER, "sliding_window": 9}, 600),
+    "eurobert": ("EuroBert", "EuroBertModel", {**_DECODER, "mask_token_id": 3}, 60),
+    "eurobert-words": ("EuroBert", "EuroBertForMaskedLM", {**_DECODER, "mask_token_id": 3}, 60),
+}
 
 
 @dataclass
@@ -58,6 +95,34 @@ def make(name: str, path: Path, *, ranks: bool) -> Made:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     oracle.save_pretrained(path)
     return Made(path, oracle, longest)
+
+
+def make_decoder(name: str, path: Path) -> Made:
+    kind, model, settings, longest = DECODERS[name]
+    torch.manual_seed(1)
+    made = getattr(transformers, model)(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(path)
+    return Made(path, getattr(made, "model", made), longest)
+
+
+def some_texts(longest: int) -> list[list[int]]:
+    torch.manual_seed(2)
+    lengths = sorted([1, 5, 5, 33, longest])
+    return [torch.randint(2, 97, (length,)).tolist() for length in lengths]
+
+
+def of_one_type(texts: list[list[int]]) -> Texts:
+    return Texts.of([(ids, [0] * len(ids)) for ids in texts])
+
+
+def of_transformers(oracle: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        found: torch.Tensor = oracle(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
+    return found
 
 
 def write_tokenizer(path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import gguf
 import pytest
-from transformers import GemmaTokenizer
+from transformers import BertTokenizer, GemmaTokenizer, XLMRobertaTokenizer
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.tokenizer import DecodeStream, Tokenizer
@@ -191,7 +191,7 @@ def test_damaged_tokenizers(tmp_path: Path, fields: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model": "bert"}, {"model": "t5"}, {"model": "new"}, {"pre": "some-new-rules"}]
+    "changes", [{"model": "rwkv"}, {"model": "new"}, {"pre": "some-new-rules"}]
 )
 def test_unknown_kinds_are_named(tmp_path: Path, changes: dict[str, str]) -> None:
     path = write(tmp_path / "t.gguf", **byte_level_fields(**changes))
@@ -344,3 +344,84 @@ def test_a_token_of_a_million_characters_is_refused_before_it_is_taken_apart(
     path = write(tmp_path / "model.gguf", **fields)
     with pytest.raises(ModelError, match="1000000 characters"):
         Tokenizer.from_path(path)
+
+
+ENCODER_TEXTS = [
+    "The cats saw a cat.",
+    "na\u00efve CAF\u00c9 caf\u00e9s!",
+    " \t two  spaces\n\nand lines ",
+    "\u732b\u3068\u72ac cat\u732bs",
+    "[SEP] catssaw \u00e9\u00e9 <s>",
+    "",
+    "c" * 120,
+]
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("cased", [False, True])
+def test_wordpiece_has_the_ids_of_transformers(tmp_path: Path, cased: bool, says: bool) -> None:
+    """The file marks the beginning of a word, BERT's vocabulary its continuation."""
+    words = ["the", "cat", "saw", "a", "na", "cafe", "caf\u00e9", "\u732b", "two", ".", "!", "c"]
+    words += ["The", "CAF", "B"] if cased else []
+    control = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]"]
+    pieces = [*control, *words, *(f"##{end}" for end in ("s", "ive", "c", "\u00c9"))]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces), "utf-8")
+    oracle = BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=not cased)
+    stored = [
+        piece if index < 5 else piece[2:] if piece[:2] == "##" else f"\u2581{piece}"
+        for index, piece in enumerate(pieces)
+    ]
+    fields: dict[str, Any] = {"tokens": stored, "token_type": [3] * 5 + [1] * (len(stored) - 5)}
+    if says:
+        fields |= {"normalizer.lowercase": not cased, "cls_token_id": 2, "seperator_token_id": 3}
+    path = write(tmp_path / "t.gguf", architecture="bert", model="bert", **fields)
+    ours = Tokenizer.from_path(path)
+    for text in ENCODER_TEXTS:
+        wanted = oracle(text, split_special_tokens=True)["input_ids"]
+        assert ours.encode(text, add_special_tokens=True, allow_special=False) == wanted, text
+    pair = oracle("a cat", "saw")
+    assert ours.encode_pair("a cat", "saw") == (
+        pair["input_ids"],
+        pair["token_type_ids"].index(1),
+    )
+
+
+def test_unigram_has_the_ids_of_transformers(tmp_path: Path) -> None:
+    """As BGE-M3's files have XLM-R's vocabulary."""
+    control = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [
+        "\u2581",
+        "\u2581the",
+        "\u2581cat",
+        "s",
+        "cat",
+        "\u2581saw",
+        "a",
+        "c",
+        "\u2581two",
+        ".",
+    ]
+    pieces = [*control, *((word, -1.0 - index / 4) for index, word in enumerate(words))]
+    pieces.append(("<mask>", 0.0))
+    oracle = XLMRobertaTokenizer(vocab=pieces)
+    path = write(
+        tmp_path / "t.gguf",
+        architecture="bert",
+        model="t5",
+        tokens=[piece for piece, _ in pieces],
+        scores=[score for _, score in pieces],
+        token_type=[3, 3, 3, 2, *[1] * len(words), 3],
+        bos_token_id=0,
+        eos_token_id=2,
+        unknown_token_id=3,
+        seperator_token_id=2,
+        add_bos_token=True,
+        add_eos_token=True,
+        add_sep_token=True,
+        add_space_prefix=True,
+    )
+    ours = Tokenizer.from_path(path)
+    for text in ENCODER_TEXTS:
+        wanted = oracle(text, split_special_tokens=True)["input_ids"]
+        assert ours.encode(text, add_special_tokens=True, allow_special=False) == wanted, text
+    assert ours.encode_pair("the cat", "saw")[0] == oracle("the cat", "saw")["input_ids"]

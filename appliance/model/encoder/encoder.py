@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from appliance.model.encoder.spec import EncoderLayerSpec, EncoderSpec
+    from appliance.model.encoder.spec import EncoderLayerSpec, EncoderSpec, RankingSpec
     from appliance.model.encoder.texts import Texts
 
 _WINDOW_ROWS = 512  # queries that attend at once in a layer with a window
@@ -92,6 +93,14 @@ class TextEncoder:
     on_layer: Callable[[], None]
 
     @property
+    def ranking(self) -> RankingSpec | None:
+        return self.spec.ranking
+
+    @property
+    def num_token_types(self) -> int:
+        return self.spec.token_types
+
+    @property
     def device(self) -> torch.device:
         return self.tokens.device
 
@@ -157,15 +166,9 @@ class TextEncoder:
         qkv = layer.qkv(x).view(shape)
         if turns is not None:
             qkv = torch.cat([_rotate(qkv[:, :2], *turns), qkv[:, 2:]], 1)
-        parts, begin = [], 0
-        for count, length in texts.runs:
-            end = begin + count * length
-            # (3, count, num_heads, length, head_dim)
-            q, k, v = qkv[begin:end].view(count, length, *shape[1:]).permute(2, 0, 3, 1, 4)
-            seen = _attention(q, k, v, layer.spec.reach)
-            parts.append(seen.transpose(1, 2).reshape(end - begin, self.spec.hidden_size))
-            begin = end
-        return layer.attention_out(torch.cat(parts))
+        reach = layer.spec.reach
+        seen = attend_by_runs(qkv.unbind(1), texts.lengths, (reach, reach))
+        return layer.attention_out(seen.reshape(len(x), self.spec.hidden_size))
 
     def _angles(self, positions: Tensor) -> dict[float, tuple[Tensor, Tensor]]:
         """Return cosines and sines of each base, (num_tokens, 1, 1, head_dim / 2)."""
@@ -190,17 +193,55 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, reach: int | None) -> Tensor:
-    """Attend within each text, (count, num_heads, length, head_dim)."""
-    length = q.shape[2]
-    if reach is None or reach >= length - 1:
-        return functional.scaled_dot_product_attention(q, k, v)
+def attend_by_runs(
+    qkv: Sequence[Tensor],
+    lengths: Sequence[int],
+    reach: tuple[int | None, int | None],
+    scale: float | None = None,
+) -> Tensor:
+    """Attend within each text; texts of one length that follow one another run at once.
+
+    Args:
+        qkv: (num_tokens, heads, head_dim) each; groups of queries may share keys and values.
+        lengths: tokens of each text.
+        reach: positions before and after its own that a query sees; None for all.
+        scale: multiplies q . k; None is 1 / sqrt(head_dim).
+
+    Returns:
+        (num_tokens, heads, head_dim) of the queries.
+    """
+    parts, begin = [], 0
+    for length, run in groupby(lengths):
+        count = len([*run])
+        end = begin + count * length
+        # (count, heads, length, head_dim)
+        q, k, v = (
+            one[begin:end].view(count, length, *one.shape[1:]).transpose(1, 2) for one in qkv
+        )
+        parts.append(_attention(q, k, v, reach, scale).transpose(1, 2).flatten(0, 1))
+        begin = end
+    return torch.cat(parts)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int | None, int | None], scale: float | None
+) -> Tensor:
+    """Attend within each text, (count, heads, length, head_dim)."""
+    length, shared = q.shape[2], q.shape[1] != k.shape[1]
+    before, after = (length if each is None else each for each in reach)
+    if min(before, after) >= length - 1:
+        return functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared)
     parts = []
     for begin in range(0, length, _WINDOW_ROWS):
         end = min(begin + _WINDOW_ROWS, length)
-        first, last = max(begin - reach, 0), min(end + reach, length)
+        first, last = max(begin - before, 0), min(end + after, length)
         rows = torch.arange(begin, end, device=q.device)[:, None]
-        near = (rows - torch.arange(first, last, device=q.device)).abs() <= reach
+        ahead = torch.arange(first, last, device=q.device) - rows
+        near = (ahead >= -before) & (ahead <= after)
         own = (q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last])
-        parts.append(functional.scaled_dot_product_attention(*own, attn_mask=near))
+        parts.append(
+            functional.scaled_dot_product_attention(
+                *own, attn_mask=near, scale=scale, enable_gqa=shared
+            )
+        )
     return torch.cat(parts, 2)

@@ -329,17 +329,12 @@ _UNREAD = {
     "albert": "its layers share their weights",
     "distilbert": "its tensors have names of their own and no type of token",
     "electra": "its embeddings are narrower than its layers",
-    **dict.fromkeys(("eurobert", "neobert"), "its layers have RMS norms"),
+    "neobert": "transformers has no class of it, and code that comes with a checkpoint is not run",
 }
 
 
 def why_unread(config: Mapping[str, Any]) -> str:
     """Say why a config's encoder is not served; empty if it is, or is no encoder that is known."""
-    for key, value in (("use_bidirectional_attention", True), ("is_causal", False)):
-        if config.get(key) is value:
-            return (
-                f"{key} = {value}: it attends in both directions, and decoders here look back alone"
-            )
     why = _UNREAD.get(str(config.get("model_type")), "")
     served = ", ".join(family.model_type for family in ENCODERS)
     return why and f"it is an encoder, and {why}; encoders served are {served}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.kernels import arrays
+from appliance.kernels.weight import dense
 from appliance.model.encoder.encoder import (
     BiasedLinear,
     EncoderHead,
@@ -41,7 +42,8 @@ def load_encoder(
     spec, names, prefix = source.spec, source.names, source.prefix
 
     def tensor(name: str) -> Tensor:
-        return arrays.in_torch(source.load(name)).to(device, dtype)  # type: ignore[no-any-return]
+        found = dense(source.load(name), "float32")
+        return arrays.in_torch(found).to(device, dtype)  # type: ignore[no-any-return]
 
     def linear(*parts: str, bias: bool) -> BiasedLinear:
         rows = [tensor(f"{part}.weight") for part in parts]

@@ -18,7 +18,7 @@ from appliance.kernels.cpu.cache import PAGE_TOKENS, NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.kv_format import KVFormat
-from appliance.model.encoder.spec import HeadActivation
+from appliance.model.encoder.spec import EncoderSpec, HeadActivation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.parts import LibraryLinear
     from appliance.kernels.cpu.structs import ModelStruct
-    from appliance.model.encoder.spec import EncoderSpec
+    from appliance.model.encoder.spec import RankingSpec
     from appliance.model.encoder.texts import Texts
+    from appliance.model.spec import DecoderSpec
 
     Activate = Callable[[NDArray[np.float32]], NDArray[Any]]
 
@@ -56,20 +57,32 @@ class RankingHead:
 
 @dataclass(slots=True)
 class NativeEncoder:
-    """An encoder in the library's layout; activations are float32.
+    """An encoder, or a decoder that only reads, in the library's layout.
+
+    Activations are float32.
 
     Attributes:
-        model: points into `arena`.
+        kv_heads: number and width of a layer's key heads, the same in all layers.
+        model: points into `arena`; all of its layers use cache 0.
         weight_format: in words.
     """
 
-    spec: EncoderSpec
+    spec: EncoderSpec | DecoderSpec
+    kv_heads: tuple[int, int]
     engine: NativeEngine
     model: ModelStruct
     arena: Arena
     head: RankingHead | None
     weight_format: str
     _cache: NativeCache | None = field(default=None, init=False)
+
+    @property
+    def ranking(self) -> RankingSpec | None:
+        return self.spec.ranking if isinstance(self.spec, EncoderSpec) else None
+
+    @property
+    def num_token_types(self) -> int:
+        return self.spec.token_types if isinstance(self.spec, EncoderSpec) else 0
 
     @property
     def weight_bytes(self) -> int:
@@ -121,7 +134,7 @@ class NativeEncoder:
         Args:
             chosen: (num_pairs, hidden_size), first tokens or means, as the spec has it.
         """
-        ranking, head = self.spec.ranking, self.head
+        ranking, head = self.ranking, self.head
         assert ranking is not None
         assert head is not None
         x = _ACTIVATIONS[ranking.activation](_through(head.dense, chosen))
@@ -133,7 +146,7 @@ class NativeEncoder:
 
     def _positions(self, texts: Texts) -> NDArray[np.int64]:
         """Return rows of the table of positions, which has one for each type of token."""
-        if not self.spec.positions:
+        if not isinstance(self.spec, EncoderSpec) or not self.spec.positions:
             return np.ascontiguousarray(texts.positions)
         return texts.types * self.spec.positions + self.spec.first_position + texts.positions
 
@@ -143,7 +156,7 @@ class NativeEncoder:
             self._cache = NativeCache(
                 self.engine.library,
                 KVFormat.FP32,
-                [(self.spec.num_heads, self.spec.head_dim)],
+                [self.kv_heads],
                 num_blocks=num_blocks,
                 block_size=PAGE_TOKENS,
             )

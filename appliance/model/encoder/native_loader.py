@@ -19,9 +19,12 @@ from appliance.kernels.cpu.structs import (
     RopeStruct,
 )
 from appliance.kernels.cpu.weights import WeightPacker
+from appliance.kernels.weight import Packed, dense
 from appliance.model.encoder.native import NativeEncoder, RankingHead
 from appliance.model.encoder.native_size import TABLE_BITS, thetas
+from appliance.model.linear import LinearPart
 from appliance.model.narrowed import narrowed_matrix
+from appliance.model.native_loader import load_native
 from appliance.model.native_mlp import ACTIVATIONS
 from appliance.model.weight_format import FormatCounts, format_of
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.weight import Weight
     from appliance.model.encoder.source import EncoderSource
+    from appliance.model.source import ModelSource
 
 # Of the norms whose output takes the place of the stream.
 _ALL_NORMS, _FIRST_NORM = 1, 2
@@ -57,6 +61,28 @@ def load_native_encoder(
         MemoryError: the system has too little memory for the weights.
     """
     return _Loader(source, engine, dtype, bits).load(on_progress)
+
+
+def load_native_decoder(
+    source: ModelSource,
+    engine: NativeEngine,
+    dtype: Any,
+    on_progress: Callable[[str, int, int], None],
+) -> NativeEncoder:
+    """Read the weights of a decoder that only reads; arguments and errors as for `load_native`."""
+    native = load_native(source, engine, dtype, on_progress)
+    for index in range(native.model.num_layers):
+        native.model.layers[index].cache_layer = 0
+    mixer = next(iter(source.spec.attention_layers.values()))
+    return NativeEncoder(
+        spec=source.spec,
+        kv_heads=(mixer.num_kv_heads, mixer.head_dim),
+        engine=engine,
+        model=native.model,
+        arena=native.arena,
+        head=None,
+        weight_format=native.weight_format,
+    )
 
 
 class _Loader:
@@ -97,6 +123,7 @@ class _Loader:
         )
         return NativeEncoder(
             spec=spec,
+            kv_heads=(spec.num_heads, spec.head_dim),
             engine=self._engine,
             model=model,
             arena=self._arena,
@@ -210,7 +237,10 @@ class _Loader:
         return struct
 
     def _matrix(self, name: str, bits: int | None, rows: slice = slice(None)) -> Weight:
-        weight = self._source.load(name)[rows]
+        weight = self._source.load(name)
+        if isinstance(weight, Packed):
+            return weight if rows == slice(None) else LinearPart(weight, None).rows(rows).weight
+        weight = weight[rows]
         return weight if self._bits is None or bits is None else narrowed_matrix(weight, bits)
 
     def _norm(self, name: str | None) -> NormStruct:
@@ -227,4 +257,4 @@ class _Loader:
         return weight, arrays.of_numpy(np.zeros(len(weight), dtype=np.float32))
 
     def _floats(self, name: str) -> Any:
-        return self._source.load(name).float()
+        return dense(self._source.load(name), "float32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,8 +45,3 @@ class Texts:
     def starts(self) -> NDArray[np.int32]:
         """The first row of each text, and of none behind the last: (num_texts + 1,)."""
         return np.cumsum((0, *self.lengths), dtype=np.int32)
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Texts of one length in turn: their number and that length."""
-        return [(len([*run]), length) for length, run in groupby(self.lengths)]

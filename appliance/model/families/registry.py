@@ -139,9 +139,24 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+# Two-way classes that are another one but for their defaults, by model_type.
+TWO_WAY_RELATIVES = {"eurobert": "llama"}
+TWO_WAY_KEYS = (("use_bidirectional_attention", True), ("is_causal", False))
+_BASE_CLASSES = ("{}Model", "{}TextModel")
+
+
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """Find a Hugging Face config's family, or None; raise UnsupportedModelError for an encoder."""
+    """Find a Hugging Face config's family, or None.
+
+    Raises:
+        UnsupportedModelError: it is an encoder, or a decoder that only reads.
+    """
     architectures = _architectures(config)
+    if only_reads(config):
+        raise UnsupportedModelError(
+            f"architecture {', '.join(map(str, architectures))} reads texts and writes none: "
+            "`appliance serve` serves its embeddings, and nothing else can be done with it here"
+        )
     of_name = [f for f in FAMILIES if any(name in f.architectures for name in architectures)]
     if of_name:
         return next((family for family in of_name if family.covers(config)), None)
@@ -207,3 +222,29 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     raise UnsupportedModelError(
         f"GGUF architecture {architecture!r} is not supported{reason}; supported are {supported}"
     )
+
+
+def looks_both_ways(config: Mapping[str, Any]) -> bool:
+    """Return True if a config's decoder attends in both directions."""
+    return str(config.get("model_type")) in TWO_WAY_RELATIVES or any(
+        config.get(key) is value for key, value in TWO_WAY_KEYS
+    )
+
+
+def only_reads(config: Mapping[str, Any]) -> bool:
+    """Return True if a config is of a decoder that attends both ways, or has no head."""
+    return find_encoder(config) is None and (looks_both_ways(config) or _is_base_class(config))
+
+
+def reading_family(config: Mapping[str, Any]) -> Family | None:
+    """Find the family that describes a decoder that only reads; None: none does."""
+    kind = str(config.get("model_type"))
+    return family_of_text({**config, "model_type": TWO_WAY_RELATIVES.get(kind, kind)})
+
+
+def _is_base_class(config: Mapping[str, Any]) -> bool:
+    named, family = _architectures(config), reading_family(config)
+    if len(named) != 1 or family is None:
+        return False
+    stems = [name.removesuffix("ForCausalLM") for name in family.architectures]
+    return named[0] in [form.format(stem) for stem in stems for form in _BASE_CLASSES]

@@ -17,10 +17,17 @@ _EXPERTS = f"its experts and their router are not described here{_FOLDER}"
 
 _REASONS: dict[str, tuple[str, ...]] = {
     "no layer has attention": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
-    "it is an encoder, which generates no text; use the folder, if its class is one of those that "
-    "serve embeddings": (
-        *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
-        *("neo-bert", "eurobert", "gemma-embedding", "t5encoder", "llama-embed"),
+    "it only reads texts: `appliance serve` serves its embeddings, and nothing else can be done "
+    "with it here": (
+        *("bert", "nomic-bert", "jina-bert-v3", "modern-bert"),
+        *("eurobert", "gemma-embedding", "llama-embed"),
+    ),
+    "it is an encoder with experts; use nomic-embed-text-v1.5 instead": ("nomic-bert-moe",),
+    "it is an encoder whose scores have biases by distance (ALiBi); use jina-embeddings-v3, or "
+    "another encoder": ("jina-bert-v2",),
+    "it is an encoder that transformers has no class of; use ModernBERT's or BERT's": ("neo-bert",),
+    "it is T5's encoder, whose scores have biases by relative position; use another encoder": (
+        "t5encoder",
     ),
     "it has an encoder beside its decoder": ("t5",),
     "its layers have Mamba-1 states": ("jamba", "plamo2"),

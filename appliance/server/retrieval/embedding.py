@@ -93,8 +93,7 @@ async def embed(
     def vectors() -> NDArray[np.float32]:
         from appliance.server.retrieval.vectors import matrix_of  # slow to import
 
-        normalize = embedding_recipe(state).normalize
-        return matrix_of(pooled, dimensions=wanted.dimensions, normalize=normalize)
+        return matrix_of(pooled, embedding_recipe(state), dimensions=wanted.dimensions)
 
     return vectors, readings.prompt_tokens
 
@@ -107,15 +106,16 @@ async def begin_embedding(state: ModelState, wanted: EmbeddingOptions) -> Readin
     """
     info, _ = state.serving()
     recipe = embedding_recipe(state)
-    if wanted.dimensions is not None and wanted.dimensions > info.hidden_size:
+    width = recipe.width(info.hidden_size)
+    if wanted.dimensions is not None and wanted.dimensions > width:
         raise RequestError(
-            f"dimensions is {wanted.dimensions}; this model's vectors have {info.hidden_size}",
+            f"dimensions is {wanted.dimensions}; this model's vectors have {width}",
             param="dimensions",
         )
     prompts = await completion_prompts(
         state, wanted.inputs, key_name(wanted.scope), param=wanted.param, most=MAX_INPUTS
     )
-    dimensions = wanted.dimensions or info.hidden_size
+    dimensions = wanted.dimensions or width
     check_vectors(len(prompts), dimensions, wanted.bytes_per_value, param=wanted.param)
     return begin_reading(state, wanted.terms, wanted.scope, prompts, wanted.param, recipe.pooling)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.engine.request import Pooling
 from appliance.errors import ChatTemplateError, RequestError
+from appliance.retrieval_recipe import EmbeddingRecipe
 from appliance.server.request_middleware import key_name
 from appliance.server.retrieval.embedding import (
     MAX_INPUTS,
@@ -42,11 +43,13 @@ class RelevanceJob:
         readings: the engine's; enter them for the scores.
         scorer: name of the score, for display.
         pairs: indices of each pair's two vectors; None if a pair is one prompt.
+        recipe: makes the vectors.
     """
 
     readings: Readings
     scorer: str
     pairs: list[tuple[int, int]] | None
+    recipe: EmbeddingRecipe = field(default_factory=EmbeddingRecipe)
 
     async def scores(self) -> list[float]:
         """Return each pair's score; raises like `Readings.pooled`."""
@@ -55,7 +58,7 @@ class RelevanceJob:
             return [_probability(array("f", content)) for content in pooled]
         from appliance.server.retrieval.vectors import cosines, matrix_of  # slow to import
 
-        return cosines(matrix_of(pooled, dimensions=None, normalize=True), self.pairs)
+        return cosines(matrix_of(pooled, self.recipe, dimensions=None), self.pairs)
 
 
 async def begin_judging(
@@ -133,7 +136,7 @@ async def _compare(
     numbers = [(place(query, names[0]), place(document, names[1])) for query, document in pairs]
     readings = await begin_embedding(state, EmbeddingOptions([*texts], fields, scope, param))
     how = f"{recipe.pooling.value} pooling, {recipe.source or 'the default here'}"
-    return RelevanceJob(readings, f"cosine of embeddings ({how})", numbers)
+    return RelevanceJob(readings, f"cosine of embeddings ({how})", numbers, recipe)
 
 
 def _first(names: Sequence[str], known: Mapping[str, str]) -> str | None:

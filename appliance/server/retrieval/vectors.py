@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from appliance.server.retrieval.answers import EmbeddingRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from appliance.retrieval_recipe import EmbeddingRecipe
+
+
+_ERF = np.vectorize(math.erf, otypes=[np.float32])
+_ACTIVATIONS: dict[str, Callable[[NDArray[np.float32]], NDArray[Any]]] = {
+    "identity": lambda x: x,
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * 0.5 * (1.0 + _ERF(x * np.float32(0.5**0.5))),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}
+
 
 def matrix_of(
-    pooled: Sequence[bytes], *, dimensions: int | None, normalize: bool
+    pooled: Sequence[bytes], recipe: EmbeddingRecipe, *, dimensions: int | None
 ) -> NDArray[np.float32]:
     """Return one vector per text, (num_texts, dimensions) float32.
 
     Args:
         pooled: hidden states, float32 in the machine's byte order.
+        recipe: linears that map them, and if the result has length 1, after the cut.
         dimensions: length to cut them to; None keeps them whole.
-        normalize: to length 1, after the cut.
     """
     rows = np.stack([np.frombuffer(content, np.float32) for content in pooled])
+    for step in recipe.dense:
+        rows = rows @ step.weight.T
+        rows = rows if step.bias is None else rows + step.bias
+        rows = _ACTIVATIONS[step.activation](rows).astype(np.float32)
     rows = rows[:, :dimensions]
-    return _unit(rows) if normalize else rows
+    return unit_rows(rows) if recipe.normalize else rows
 
 
-def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+def unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Scale rows to length 1; keep zero rows."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return (rows / np.where(lengths == 0.0, 1.0, lengths)).astype(np.float32)
@@ -50,5 +68,5 @@ def floats_of(rows: NDArray[np.float32]) -> list[list[float]]:
 
 
 def cosines(rows: NDArray[np.float32], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    rows = _unit(rows)
+    rows = unit_rows(rows)
     return [float(np.clip(rows[one] @ rows[other], -1.0, 1.0)) for one, other in pairs]

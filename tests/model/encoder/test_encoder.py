@@ -9,7 +9,7 @@ import changed_settings
 import numpy as np
 import pytest
 import torch
-from encoder_models import FAMILIES, make
+from encoder_models import FAMILIES, make, of_one_type, of_transformers, some_texts
 from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
 
@@ -49,25 +49,8 @@ def in_library(path: Path, bits: int | None = None) -> NativeEncoder:
 EXECUTORS = [in_torch, in_library]
 
 
-def some_texts(longest: int) -> list[list[int]]:
-    torch.manual_seed(2)
-    lengths = sorted([1, 5, 5, 33, longest])
-    return [torch.randint(2, 97, (length,)).tolist() for length in lengths]
-
-
-def of_one_type(texts: list[list[int]]) -> Texts:
-    return Texts.of([(ids, [0] * len(ids)) for ids in texts])
-
-
 def states_of(encoder: TextEncoder | NativeEncoder, texts: Texts) -> list[torch.Tensor]:
     return list(torch.from_numpy(encoder.hidden(texts)).split(texts.lengths))
-
-
-def of_transformers(oracle: Any, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        mask = torch.ones(1, len(ids), dtype=torch.int64)
-        found: torch.Tensor = oracle(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
-    return found
 
 
 @pytest.mark.parametrize("load", EXECUTORS)
@@ -92,14 +75,14 @@ def test_a_head_judges_as_in_transformers(
         pytest.skip("torch computes it")
     encoder, mean = load(tmp_path), name.endswith("mean")
     pairs = [(ids, [0] * (len(ids) // 2) + [1] * (-(-len(ids) // 2))) for ids in some_texts(60)]
-    if not encoder.spec.token_types > 1:
+    if not encoder.num_token_types > 1:
         pairs = [(ids, [0] * len(ids)) for ids, _ in pairs]
     hidden = states_of(encoder, Texts.of(pairs))
     chosen = torch.stack([one.mean(0) if mean else one[0] for one in hidden])
     found = encoder.rank(chosen.numpy())
     for own, (ids, types) in zip(found, pairs, strict=True):
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
-        if encoder.spec.token_types > 1:
+        if encoder.num_token_types > 1:
             inputs["token_type_ids"] = torch.tensor([types])
         with torch.inference_mode():
             wanted = made.oracle(**inputs).logits[0, 0]
@@ -263,10 +246,13 @@ def test_settings_of_the_code_before_the_class_mean_the_same(tmp_path: Path) -> 
     ("config", "words"),
     [
         ({"model_type": "mpnet", "architectures": ["MPNetModel"]}, "relative position"),
-        ({"model_type": "eurobert", "architectures": ["EuroBertModel"]}, "RMS norms"),
+        ({"model_type": "neobert", "architectures": ["NeoBERT"]}, "no class of it"),
+        ({"model_type": "eurobert", "architectures": ["EuroBertModel"]}, "reads texts and writes"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "writes none"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3Model"]}, "serves its embeddings"),
         (
-            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
-            "use_bidirectional_attention = True: it attends in both directions",
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_causal": False},
+            "serves its embeddings",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from encoder_models import make, write_tokenizer
+from encoder_models import make, make_decoder, write_tokenizer
+from safetensors.torch import save_file
 
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.restarts import SupervisionLimits
@@ -84,6 +86,63 @@ async def test_a_head_ranks_pairs_over_http(serve: Serve, tmp_path: Path) -> Non
         with torch.inference_mode():
             out = oracle(ids, attention_mask=torch.ones_like(ids), token_type_ids=types)
         assert row["score"] == pytest.approx(float(out.logits[0, 0].sigmoid()), abs=1e-5)
+
+
+async def test_embeddinggemma_is_served_with_its_linears(serve: Serve, tmp_path: Path) -> None:
+    """As google/embeddinggemma-300m is laid out: mean, two linears without bias, length 1."""
+    oracle = make_decoder("embeddinggemma", tmp_path).oracle
+    write_tokenizer(tmp_path)
+    torch.manual_seed(5)
+    linears = [torch.nn.Linear(64, 96, bias=False), torch.nn.Linear(96, 48, bias=False)]
+    kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+    folders = ["", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"]
+    for folder in folders[1:4]:
+        (tmp_path / folder).mkdir()
+    modules = [
+        {"idx": number, "path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, folder) in enumerate(zip(kinds, folders, strict=True))
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    write_json(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    for folder, linear in zip(folders[2:4], linears, strict=True):
+        settings = {
+            "in_features": linear.in_features,
+            "out_features": linear.out_features,
+            "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity",
+        }
+        write_json(tmp_path / folder / "config.json", settings)
+        weights = {"linear.weight": linear.weight.detach()}
+        save_file(weights, tmp_path / folder / "model.safetensors")
+    prompts = {"query": "ask: ", "document": "said: "}
+    write_json(tmp_path / "config_sentence_transformers.json", {"prompts": prompts})
+    tokenizer, texts = Tokenizer.from_path(tmp_path), ["a bc", "zzz " * 30]
+    async with serve(
+        str(tmp_path), tokenizer=tokenizer, limits=SupervisionLimits(), **REAL
+    ) as running:
+        plain = await running.http.post("/v1/embeddings", json={"input": texts})
+        asked = {"input": texts, "prompt_name": "query"}
+        prompted = await running.http.post("/v1/embeddings", json=asked)
+        cut = await running.http.post("/v1/embeddings", json={"input": texts, "dimensions": 16})
+        name = (await running.http.get("/v1/models")).json()["data"][0]["id"]
+        ollama = await running.http.post("/api/embed", json={"model": name, "input": texts})
+        beyond = await running.http.post("/v1/embeddings", json={"input": "a", "dimensions": 49})
+        chat = await running.complete("Once upon a time")
+    assert "this model's vectors have 48" in beyond.text
+    assert chat.status_code == 400
+    found = [[row["embedding"] for row in one.json()["data"]] for one in (plain, prompted, cut)]
+    for prefix, rows in (("", found[0]), ("ask: ", found[1]), ("", ollama.json()["embeddings"])):
+        for text, row in zip(texts, rows, strict=True):
+            ids = torch.tensor([tokenizer.encode(prefix + text, add_special_tokens=True)])
+            with torch.inference_mode():
+                x = oracle(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].mean(0)
+                for linear in linears:
+                    x = linear(x)
+            wanted = torch.nn.functional.normalize(x, dim=0)
+            assert (torch.tensor(row) - wanted).abs().max() < 1e-5, text
+    for whole, short in zip(found[0], found[2], strict=True):
+        wanted = torch.nn.functional.normalize(torch.tensor(whole[:16]), dim=0)
+        torch.testing.assert_close(torch.tensor(short), wanted)
 
 
 def test_a_wordpiece_tokenizer_spells_its_tokens(tmp_path: Path) -> None:

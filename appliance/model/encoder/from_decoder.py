@@ -1,0 +1,147 @@
+"""Opens decoders that only read texts: those that attend both ways, and those without a head.
+
+Embedding models are made of decoders. `is_causal` false or `use_bidirectional_attention` lets a
+query see what follows it, too, as transformers' masks have it; a base class such as Qwen3Model is
+the decoder as it was, without a head that could write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from appliance.checkpoint import CONFIG_NAME
+from appliance.errors import UnsupportedModelError
+from appliance.files import read_json
+from appliance.gguf import GGUFFile
+from appliance.model.encoder.gguf_families import check_pooling
+from appliance.model.families.class_defaults import class_defaults
+from appliance.model.families.registry import (
+    FAMILIES,
+    TWO_WAY_KEYS,
+    TWO_WAY_RELATIVES,
+    looks_both_ways,
+    reading_family,
+)
+from appliance.model.leftovers import leftover_notes, leftovers
+from appliance.model.source import open_unchecked, tensor_problems
+from appliance.model.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec, LayerSpec
+
+# GGUF architectures that are another one but for the direction of attention, by label; EXAONE's
+# files have Llama's rows in the order of checkpoints.
+GGUF_RELATIVES = {"gemma-embedding": "gemma3", "llama-embed": "llama", "eurobert": "exaone"}
+# Settings of such files that their decoder's family does not know.
+_READ_HERE = ("attention.causal", "classifier.pooling_type")
+
+
+def gguf_only_reads(metadata: Mapping[str, Any]) -> bool:
+    """Return True if a GGUF file is of a decoder that attends in both directions."""
+    label = str(metadata.get("general.architecture"))
+    known = {family.gguf.architecture for family in FAMILIES if family.gguf is not None}
+    is_causal = metadata.get(f"{label}.attention.causal") is not False
+    return label in GGUF_RELATIVES or (label in known and not is_causal)
+
+
+def open_decoder(path: Path) -> ModelSource:
+    """Open a decoder that only reads; its tensors are `HostArray`.
+
+    Raises:
+        CheckpointError: a part is missing, cut or of the wrong shape; names the first.
+        UnsupportedModelError: the architecture or a setting is not supported.
+    """
+    source = _open_folder(path) if path.is_dir() else _open_gguf(path)
+    spec = source.spec
+    if why := _why_not(spec):
+        raise UnsupportedModelError(
+            f"{path.name}: a {spec.architecture} decoder that only reads cannot be served: {why}"
+        )
+    # Nothing is written, so a head would only take memory.
+    source = replace(source, spec=replace(spec, tied_head=True))
+    for problem in tensor_problems(source):
+        raise problem
+    return replace(source, notes=(*source.notes, *leftover_notes(leftovers(source))))
+
+
+def _open_folder(path: Path) -> ModelSource:
+    config = read_json(path / CONFIG_NAME)
+    two_way, halves = looks_both_ways(config), config.get("use_bidirectional_attention") is True
+    family = reading_family(config)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{path.name}: model_type {config.get('model_type')!r} of {_named(config)} is not one "
+            "of a decoder that is read here; choose another embedding model, or one of this kind "
+            "that transformers has a class of"
+        )
+    kind = config["model_type"]
+    usual = class_defaults(kind) if kind in TWO_WAY_RELATIVES else None
+    settings = {} if usual is None else dict(usual.values)
+    settings |= {key: config[key] for key in config if key not in dict(TWO_WAY_KEYS)}
+    settings |= {
+        "model_type": TWO_WAY_RELATIVES.get(kind, kind),
+        "architectures": list(family.architectures[:1]),
+        "tie_word_embeddings": True,
+    }
+    source = open_unchecked(path, in_torch=False, settings=settings)
+    return replace(source, spec=_both_ways(source.spec, halves)) if two_way else source
+
+
+def _open_gguf(path: Path) -> ModelSource:
+    file = GGUFFile(path, in_torch=False, vocabulary=False)
+    check_pooling(file, ranks=False)
+    metadata = file.metadata
+    label = metadata["general.architecture"]
+    relative = GGUF_RELATIVES.get(label, label)
+    renamed = {
+        relative + key.removeprefix(label) if key.startswith(f"{label}.") else key: value
+        for key, value in metadata.items()
+        if key.removeprefix(f"{label}.") not in _READ_HERE
+    }
+    source = open_unchecked(
+        path, in_torch=False, settings=renamed | {"general.architecture": relative}
+    )
+    # llama.cpp's windows of such files are symmetric: half of them on each side.
+    return replace(source, spec=_both_ways(source.spec, halves=True))
+
+
+def _both_ways(spec: DecoderSpec, halves: bool) -> DecoderSpec:
+    """Let queries see what follows them.
+
+    Args:
+        halves: a window lies half on each side; otherwise the whole of it on each.
+    """
+
+    def layer(one: LayerSpec) -> LayerSpec:
+        if not isinstance(one.mixer, AttentionSpec):
+            return one
+        window = one.mixer.window
+        reach = window if window is None or not halves else window // 2
+        seen = None if reach is None else reach + 1
+        return replace(one, mixer=replace(one.mixer, window=seen, looks_ahead=True))
+
+    return replace(spec, layers=tuple(map(layer, spec.layers)))
+
+
+def _why_not(spec: DecoderSpec) -> str:
+    mixers = [layer.mixer for layer in spec.layers]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    if len(attention) < len(mixers):
+        return "not all of its layers are plain attention"
+    if len({(one.num_kv_heads, one.head_dim) for one in attention}) > 1:
+        return "the heads of its layers differ"
+    if any(one.softcap for one in attention):
+        return "its scores are capped (attn_logit_softcapping)"
+    if any(one.kv_layer is not None or one.sinks for one in attention):
+        return "its attention reads other layers' keys, or has sinks"
+    return "its experts are not read here" if spec.has_experts else ""
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return ", ".join(map(str, named)) if isinstance(named, list) else "no named architecture"
