@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from grammar_words import CALL, EOS, FIRST_BYTE, text_of, words
 from late_device import LateDevice
+from llguidance import LLParserLimits
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -235,6 +236,21 @@ def test_a_dead_end_is_an_error_of_its_request(engine: LLMEngine) -> None:
     assert ends["good"].finish_reason is FinishReason.STOP
     assert ends["banned"].finish_reason is FinishReason.ERROR
     assert "grammar" in ends["banned"].error
+
+
+def test_a_grammar_that_becomes_too_wide_is_the_requests_fault(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = LLParserLimits(max_items_in_row=50, verbose_errors=False)
+    for module in ("library", "c_library"):
+        monkeypatch.setattr(f"appliance.engine.grammars.{module}.limits", lambda: narrow)
+    ways = " | ".join(f'"k{number}" c' for number in range(60))
+    engine.submit(request("wide", Grammar.lark(f'start: "a" b\nb: {ways}\nc: "z"')))
+    engine.submit(request("good", YES))
+    ends = {delta.request_id: delta for delta in steps(engine)}
+    assert ends["good"].finish_reason is FinishReason.STOP
+    assert (ends["wide"].finish_reason, ends["wide"].refused) == (FinishReason.ERROR, True)
+    assert "the grammar cannot go on: Parser Error: Current row has" in ends["wide"].error
 
 
 def test_a_model_without_an_end_token_ends_with_its_grammar(tiny_llama: Path) -> None:
