@@ -102,8 +102,10 @@ def _frequencies(spec: RopeSpec, context_length: int) -> Floats:
 def _llama3(spec: RopeSpec, plain: Floats) -> Floats:
     """Keep high frequencies, divide low ones by the factor, and blend in between."""
     turns = spec.original_context * plain / (2 * math.pi)  # in the original context
-    blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    blend = blend.clip(0, 1)
+    between = spec.high_freq_factor - spec.low_freq_factor
+    above = turns - spec.low_freq_factor
+    # Llama 4 Scout has nothing in between.
+    blend: Floats = (above / between if between else np.sign(above)).clip(0, 1)
     return (1 - blend) * plain / spec.factor + blend * plain
 
 

@@ -60,6 +60,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-head-dim": ("llama", {"head_dim": 16, "num_key_value_heads": 6}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-llama3-step": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}),
     "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-scaled": ("llama", {"rope_parameters": SCALED_YARN}),

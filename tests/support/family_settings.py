@@ -154,6 +154,44 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3_next": [EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16}],
     "lfm2": [CONVOLUTIONS | {"block_ff_dim": 64}, {"norm_eps": 1e-5, "full_attn_idxs": [1]}],
+    "lfm3": [
+        CONVOLUTIONS
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 100.0}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        }
+    ],
+    "llama4_text": [
+        {
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 24,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 0],
+            "attn_scale": 0.2,
+            "floor_scale": 16,
+        }
+    ],
+    "step3p5": [
+        EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "share_expert_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "attention_other_setting": {"num_attention_heads": 4},
+            "moe_layers_enum": "1",
+            "swiglu_limits": [0.0, 7.0],
+            "swiglu_limits_shared": [0.0, 16.0],
+            "rope_theta": [5e6, 1e4],
+            "partial_rotary_factors": [0.5, 1.0],
+        }
+    ],
     "lfm2_moe": [EXPERTS | CONVOLUTIONS | {"num_experts": 4, "num_dense_layers": 1}],
     "granite": [MULTIPLIERS],
     "granitemoe": [MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4}],
@@ -274,6 +312,14 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "rope_scaling": YARN | {"mscale_all_dim": 1.0},
         }
+    ],
+    "deepseek_v32": [
+        EXPERTS | LATENT | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "index_topk": 32}
+    ],
+    "glm_moe_dsa": [
+        EXPERTS
+        | LATENT
+        | {"n_routed_experts": 4, "index_topk": 32, "mlp_layer_types": ["dense", "sparse"]}
     ],
     "glm4_moe_lite": [
         EXPERTS

@@ -173,6 +173,7 @@ RANGES: dict[str, Range] = {
     "partial_rotary_factor": Range(1e-3, 1.0),
     "rotary_pct": Range(1e-3, 1.0),
     "rotary_emb_base": _THETA,
+    "partial_rotary_factors": Range(1e-3, 1.0),
     "factor": _FACTOR,
     "rope.scaling.factor": _FACTOR,
     "rope.scale_linear": _FACTOR,
@@ -263,10 +264,10 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
                 "hidden_size / num_attention_heads, qk_rope_head_dim and partial_rotary_factor; "
                 f"RoPE pairs them, so they must be even and from 2 to {width}, a head's width"
             )
-        if rope.scaling is RopeScaling.LLAMA3 and not rope.low_freq_factor < rope.high_freq_factor:
+        if rope.scaling is RopeScaling.LLAMA3 and rope.low_freq_factor > rope.high_freq_factor:
             raise CheckpointError(
                 f"{origin}: low_freq_factor is {rope.low_freq_factor:g} and high_freq_factor "
-                f"{rope.high_freq_factor:g}, but must be above it;"
+                f"{rope.high_freq_factor:g}, but must not be below it;"
                 " take the config.json of its makers"
             )
 

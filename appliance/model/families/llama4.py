@@ -66,7 +66,8 @@ def _read_turning(config: ConfigReader, count: int) -> list[bool]:
     interval = config.integer("no_rope_layer_interval")
     if not listed:
         return [(index + 1) % interval != 0 for index in range(count)]
-    if not isinstance(listed, list) or len(listed) < count or set(listed) - {0, 1}:
+    fits = isinstance(listed, list) and len(listed) >= count
+    if not fits or any(each not in (0, 1) for each in listed):
         wanted = f"a list of num_hidden_layers = {count} numbers, 0 or 1"
         raise config.refuse("no_rope_layers", wanted)
     return [bool(each) for each in listed[:count]]

@@ -80,13 +80,14 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 def _without_draft_layers(config: ConfigReader, count: int) -> ConfigReader:
     """Return the settings with lists of `count` layers: makers' go on with the draft head's."""
-    further = config.value("num_nextn_predict_layers", 0)
+    given = config.value("num_nextn_predict_layers")
+    further = (count + given,) if isinstance(given, int) else ()
     for key in (
         *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
         *("rope_theta", "partial_rotary_factors"),
     ):
         value = config.value(key)
-        if isinstance(value, list) and len(value) == count + further:
+        if isinstance(value, list) and len(value) in (count, *further):
             config = config.with_value(key, value[:count])
     return config
 
@@ -190,7 +191,7 @@ def _read_sparse(config: ConfigReader, count: int) -> list[bool]:
         return [index >= _FIRST_SPARSE for index in range(count)]
     items = listed.split(",") if isinstance(listed, str) else listed
     numbers = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
-    if any(number and not number.isdigit() for number in numbers):
+    if any(number and not (number.isascii() and number.isdigit()) for number in numbers):
         raise CheckpointError(
             f"{config.origin}: moe_layers_enum is {str(listed)[:80]!r}, but must list layers, "
             "such as '3,4,5'; take the config.json of its makers"

@@ -25,7 +25,6 @@ FAMILIES: dict[str, str] = {
     "deepseek_v4": "recurrent|sparse|compress",
     "kimi_k3": "situ|hidden_act|linear_attn_config|recurrent",
     "locateanything": "several tokens at once",
-    "mimo_v2_flash": "head_dim and v_head_dim",
     "mllama": "cross attention",
     # No class in transformers, nor a description that we know.
     "llava_llama": "folders of their own",  # VILA

@@ -286,7 +286,7 @@ class _Text:
             elif self._is_number(key) and value and value > 0:
                 self._new[key] = WINDOW
         if self._old.get("attention_chunk_size"):
-            self._set("attention_chunk_size", 16)
+            self._set("attention_chunk_size", 32)
         self._cut_rope(self._new, old)
 
     def _cut_rope(self, section: dict[str, Any], context: int | None) -> None:
