@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
@@ -45,6 +46,7 @@ async def read_json(
     """
     body = await read_body(request, max_bytes=max_bytes)
     request.scope.setdefault("state", {})[BODY_BYTES] = len(body)
+    decoder_of(kind)
     if len(body) < OFF_LOOP_BYTES:
         return decode_json(body, kind)
     return await asyncio.to_thread(decode_json, body, kind)
@@ -102,6 +104,16 @@ async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
     return bytes(body)
 
 
+@cache
+def decoder_of(kind: type[StructT]) -> msgspec.json.Decoder[StructT]:
+    """Return the decoder of a struct.
+
+    Call it first on the event loop: msgspec learns a struct's fields when it is first decoded, and
+    two threads that do so at once crash the process.
+    """
+    return msgspec.json.Decoder(kind)
+
+
 def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, Any]]:
     """Decode strictly: exact types, no NaN, no number out of range, no repeated key.
 
@@ -109,7 +121,7 @@ def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, An
         RequestError: the body breaks a rule; `param` names the field at fault.
     """
     try:
-        decoded = msgspec.json.decode(body, type=kind)
+        decoded = decoder_of(kind).decode(body)
         plain = json.loads(
             body.decode("utf-8"),
             object_pairs_hook=_refuse_duplicates,

@@ -51,13 +51,16 @@ class _Rules(msgspec.Struct):
     model: _Model = msgspec.field(default_factory=_Model)
 
 
+_decode = msgspec.json.Decoder(_Rules).decode  # made here: models load in several threads
+
+
 def unknown_parts(tokenizer_json: bytes) -> list[str]:
     """Name a tokenizer's parts that are not known to be harmless.
 
     Empty for a damaged file: reading it raises the error.
     """
     try:
-        rules = msgspec.json.decode(tokenizer_json, type=_Rules)
+        rules = _decode(tokenizer_json)
         steps = {name: list(_flat(getattr(rules, name), key)) for name, key in _INNER.items()}
         found = [
             f"{name} {str(step.get('type'))[:40]}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -138,3 +140,24 @@ async def test_no_body_holds_up_the_loop(serve: Serve, tokenizer: Tokenizer) -> 
                 wrong[name] = (response.status_code, response.text[:200])
     assert not wrong
     assert not slow
+
+
+FIRST = """
+import json, threading
+from appliance.server.body import decode_json, decoder_of
+from appliance.server.schema import ChatRequest
+
+decoder_of(ChatRequest)
+body = json.dumps({"messages": [{"role": "user", "content": "hi"}] * 20_000}).encode()
+threads = [threading.Thread(target=decode_json, args=(body, ChatRequest)) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_the_first_long_bodies_may_come_together() -> None:
+    """In a process of its own, for what a crash would take with it."""
+    ended = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
