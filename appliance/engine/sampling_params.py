@@ -56,6 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             answer.
         presence_penalty: subtracted from logits of tokens seen in the answer.
         frequency_penalty: likewise, times the count.
+        penalty_window: count only so many last tokens for the penalties, those of the prompt like
+            those of the answer, as llama.cpp does; None counts as above. Such a request is not
+            speculated on.
         logit_bias: token id to a value added to its logit, -100 to 100.
         logprobs: alternatives per token; 0 reports the chosen one only, None nothing.
         prompt_logprobs: likewise for each prompt token after the first.
@@ -85,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_window: int | None = None
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -118,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.penalty_window is not None:
+            self._check_range("penalty_window", self.penalty_window, 1, 2**31 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 self._check_range(name, count, 0, MAX_LOGPROBS)

@@ -84,8 +84,11 @@ def sampling_params(
     given = {name: value for name, value in given.items() if value is not None}
     if not fields.use_beam_search and given.get("temperature", 1.0) >= GREEDY:
         given = {**defaults.values, **given}
+    if (window := fields.repeat_last_n) == 0:
+        given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     sampling = SamplingParams(
         **given,
+        penalty_window=window if window is not None and window > 0 else None,
         best_of=fields.best_of,
         max_tokens=max_tokens,
         seed=None if fields.seed == RANDOM_SEED else fields.seed,

@@ -31,6 +31,8 @@ Most = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+# Tokens that penalties count, as in llama.cpp: -1 for all, 0 for none.
+LastTokens = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]
 Multiplier = Annotated[float, Meta(ge=0.01, le=100.0)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_LENGTH)]  # an empty one is ignored
 # Checked elsewhere, for a message with both bounds.
@@ -124,6 +126,7 @@ class SamplingFields(TermsFields, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Multiplier | None = None
     repeat_penalty: Multiplier | None = None  # llama.cpp's name of it
+    repeat_last_n: LastTokens | None = None
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]],

@@ -1,7 +1,8 @@
 """Counts seen tokens for penalties, on the device, which knows them first.
 
 A step counts each row's input token, so a sequence may run on before its last token has reached the
-host. Rows of drafts are adjacent and add up; the next step subtracts rejected ones.
+host. Rows of drafts are adjacent and add up; the next step subtracts rejected ones. A window of
+tokens is counted anew by the host in every step, without drafts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class SeenTokens:
                 self._take_back(place, entry)
             if entry.drafts:
                 self._drafted[place] = entry.drafts
-            if self._counted.get(place) == (entry.sequence, entry.end - 1):
+            is_known = self._counted.get(place) == (entry.sequence, entry.end - 1)
+            if is_known and entry.sequence.request.sampling.penalty_window is None:
                 counted[row] = 1
             else:
                 fresh[place] = entry
@@ -82,8 +84,10 @@ class SeenTokens:
         parts = []
         for place, entry in fresh.items():
             assert not entry.follows, "a token that nobody has counted"
-            tokens = np.array(entry.sequence.token_ids[: entry.end])
-            num_prompt_tokens = entry.sequence.num_prompt_tokens
+            window = entry.sequence.request.sampling.penalty_window
+            begin = 0 if window is None else max(0, entry.end - window)
+            tokens = np.array(entry.sequence.token_ids[begin : entry.end])
+            num_prompt_tokens = entry.sequence.num_prompt_tokens if window is None else 0
             prompt = np.unique(tokens[:num_prompt_tokens])
             answer, counts = np.unique(tokens[num_prompt_tokens:], return_counts=True)
             ids = np.concatenate((prompt, answer))

@@ -127,10 +127,15 @@ def may_admit(cost: int, num_free_blocks: int, num_promised: int) -> bool:
 def may_look_ahead(sequence: Sequence) -> bool:
     """Return True if a sequence may run on before its last token has reached the host.
 
-    Beams depend on all results of a step, and a grammar's next tokens on the last one.
+    Beams depend on all results of a step, a grammar's next tokens on the last one, and a window of
+    penalties is counted on the host.
     """
     sampling = sequence.request.sampling
-    return not sampling.use_beam_search and sampling.grammar is None
+    return not (
+        sampling.use_beam_search
+        or sampling.grammar is not None
+        or sampling.penalty_window is not None
+    )
 
 
 def is_answer(sequence: Sequence, num_left: int) -> bool:
@@ -153,7 +158,8 @@ def most_drafts(
 ) -> int:
     """Return the maximum number of drafts for a running answer in a step.
 
-    None for beams, which depend on all results of a step. Each draft may become a token, and one
+    None for beams, which depend on all results of a step, nor with a window of penalties, which
+    moves with each token. Each draft may become a token, and one
     more follows. With recurrent layers no draft reaches a block's end: there the answer leaves a
     checkpoint, which a step does only after its last row.
 
@@ -163,7 +169,10 @@ def most_drafts(
     """
     num_tokens = len(sequence.token_ids) + is_ahead
     computed = len(sequence.token_ids) if is_ahead else sequence.num_computed
-    if sequence.request.sampling.use_beam_search or computed + num_left < num_tokens:
+    sampling = sequence.request.sampling
+    if sampling.use_beam_search or sampling.penalty_window is not None:
+        return 0
+    if computed + num_left < num_tokens:
         return 0
     room = min(bounds.max_tokens, sequence.max_tokens) - num_tokens
     most = min(room - 1, MAX_DRAFTS, MAX_ANSWER_ROWS - num_left)

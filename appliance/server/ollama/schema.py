@@ -47,7 +47,7 @@ class Options(msgspec.Struct, kw_only=True):
     ) = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
-    repeat_last_n: int | float | None = None  # all of it (-1), or none (0)
+    repeat_last_n: Most | None = None  # tokens that penalties count: all (-1), or none (0)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     mirostat: int | float | None = None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from appliance.server.ollama.schema import OllamaTool, OllamaTurn, Options
 
 
+LAST_TOKENS = 64  # that penalties count by default, at Ollama
 MAX_NAME = 128  # characters of a tool's name; Ollama has no limit
 
 
@@ -129,13 +130,10 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
     for name in ("typical_p", "tfs_z"):
         if getattr(options, name) not in (None, 1.0):
             raise _refused(name, "leave it out, or 1")
-    penalty = options.repeat_penalty
-    if options.repeat_last_n == 0:
-        penalty = None
-    elif penalty not in (None, 1.0) and options.repeat_last_n not in (None, -1):
-        raise _refused(
-            "repeat_last_n", "repeat_penalty counts the whole prompt and answer: -1, or 0 for none"
-        )
+    penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
+    window = None if options.repeat_last_n is None else int(options.repeat_last_n)
+    if window is None and any(penalty is not None for penalty in penalties):
+        window = LAST_TOKENS
     return SamplingFields(
         stream=stream,
         temperature=options.temperature,
@@ -144,7 +142,8 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
         min_p=options.min_p,
         seed=None if options.seed is None else int(options.seed),
         stop=options.stop,
-        repetition_penalty=penalty,
+        repetition_penalty=options.repeat_penalty,
+        repeat_last_n=window,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
     )

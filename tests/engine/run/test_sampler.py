@@ -94,6 +94,22 @@ def test_presence_and_frequency_count_the_answer_only(choose) -> None:  # type: 
     assert (once.token_id, twice.token_id) == (1, 9)
 
 
+@pytest.mark.parametrize("window", [1, 3, 5, 99])
+def test_a_window_of_penalties_is_transformers_on_the_last_tokens(choose, window: int) -> None:  # type: ignore[no-untyped-def]
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    penalize_last = RepetitionPenaltyLogitsProcessor(1.7)
+    generator = torch.Generator().manual_seed(window)
+    for _ in range(8):
+        logits = torch.randn(VOCAB, generator=generator)
+        ids = torch.randint(0, VOCAB, (7,), generator=generator).tolist()
+        wanted = penalize_last(torch.tensor([ids[-window:]]), logits[None].clone())
+        one = sequence(
+            tuple(ids[:4]), tuple(ids[4:]), repetition_penalty=1.7, penalty_window=window
+        )
+        assert choose(logits, one)[0].token_id == int(wanted.argmax())
+
+
 def test_logit_bias_moves_one_token(choose) -> None:  # type: ignore[no-untyped-def]
     assert choose(peaked((3, 2.0)), sequence(logit_bias={4: 3.0}))[0].token_id == 4
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -83,3 +85,15 @@ def test_steps_that_failed_are_counted_afresh(num_lost: int) -> None:
         seen.table[0, 9] += 1  # whatever was sampled and never heard of
     assert prepare(seen, (0, one, 5)) == [0, 0]
     assert line(seen, 0) == {1: IN_PROMPT, 2: IN_PROMPT, 4: 2}
+
+
+def test_a_window_moves_with_every_token() -> None:
+    """The last tokens, the prompt's among them, as llama.cpp counts them for its penalties."""
+    request = Request(
+        request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(penalty_window=3)
+    )
+    seen, one = SeenTokens(HostDevice(), 1, VOCAB), Sequence(request, token_ids=[*PROMPT])
+    for token in (5, 5, 2, 7, 7):
+        assert prepare(seen, (0, one, len(one.token_ids))) == [0, 0], "all are counted already"
+        assert line(seen, 0) == Counter(one.token_ids[-3:])
+        one.token_ids.append(token)

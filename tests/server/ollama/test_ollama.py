@@ -220,10 +220,22 @@ async def test_options_reach_the_engine_or_are_refused_by_name(serve: Serve) -> 
             },
         )  # fmt: skip
         assert (seen[-1].max_tokens, seen[-1].top_k, seen[-1].seed) == (5, 40, 7)
+        for given, window in (
+            ({"repeat_penalty": 1.1, "repeat_last_n": 64}, 64),
+            ({"repeat_penalty": 1.1}, 64),  # Ollama's default
+            ({"presence_penalty": 1.0, "repeat_last_n": 9.0}, 9),
+            ({"repeat_penalty": 1.1, "repeat_last_n": -1}, None),
+            ({"temperature": 0.5}, None),
+        ):
+            await client.chat(model="echo", messages=user("hi"), options=given)
+            assert seen[-1].penalty_window == window
+            assert seen[-1].has_penalties == ("temperature" not in given)
+        off = {"repeat_penalty": 1.1, "presence_penalty": 1.0, "repeat_last_n": 0}
+        await client.chat(model="echo", messages=user("hi"), options=off)
+        assert not seen[-1].has_penalties
         for name, value in (
             ("mirostat", 2),
             ("typical_p", 0.5),
-            ("repeat_last_n", 64),
         ):
             wrong = {"repeat_penalty": 1.2, name: value}
             with pytest.raises(ollama.ResponseError, match=name):
