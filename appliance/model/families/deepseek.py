@@ -73,8 +73,6 @@ def _read_v32(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_glm5(config: ConfigReader) -> DecoderSpec:
-    for key in ("indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"):
-        config.value(key)  # say where positions are chosen anew
     return _read_indexed(config, "glm_moe_dsa")
 
 

@@ -62,6 +62,8 @@ _ROUTING = re.compile(r"expert|router|routed|routing|moe_|top_?k")
 _HARMLESS_ROUTING = frozenset(
     {
         "expert_parallel_size", "experts_implementation", "experts_per_token",
+        # Say in which layers an indexer chooses anew, which up to `index_topk` tokens is all.
+        "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern",
         "moe_aux_loss_coeff", "moe_intermediate_size", "moe_layer_freq",
         "moe_shared_expert_overlap",
         "num_local_experts", "output_router_logits", "router_aux_loss_coef",
