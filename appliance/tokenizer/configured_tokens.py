@@ -17,7 +17,11 @@ from appliance.errors import CheckpointError
 from appliance.files import read_json
 from appliance.tokenizer.pieces import SPACE_MARK
 
-CONFIG = "tokenizer_config.json"
+CONFIG, SPECIAL_MAP, ADDED = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 _LLAMA = "LlamaTokenizer"
 # Defaults of transformers' classes, for roles that a folder does not name; its vocabulary must have
 # the token.
@@ -87,32 +91,51 @@ class ConfiguredTokens:
             CheckpointError: a file is damaged; the message names it and the key.
         """
         config = optional_json(path / CONFIG)
-        special_map = optional_json(path / "special_tokens_map.json")
+        special_map = optional_json(path / SPECIAL_MAP)
         if "added_tokens_decoder" in config:
             special_map = {}  # the older file is read only without the newer key
+
+        def file_of(key: str) -> Path:
+            return path / (SPECIAL_MAP if key in special_map else CONFIG)
+
         named = _class_roles(config, backend) | {**usual_roles} | config | special_map
         roles = {
             key: token
             for key, value in named.items()
-            if key.endswith("_token") and (token := _special(path, key, value)) is not None
+            if key.endswith("_token") and (token := _special(file_of(key), key, value)) is not None
         }
         extra: list[AddedToken] = []
         for key in ("extra_special_tokens", "additional_special_tokens"):
             if config.get(key) and extra:
                 continue  # the newer key replaces the older one
-            for values in (config.get(key) or [], special_map.get(key) or []):
+            for name, content in ((CONFIG, config), (SPECIAL_MAP, special_map)):
+                file, values = path / name, content.get(key) or []
                 if isinstance(values, dict):
-                    roles |= {role: _needed(path, key, value) for role, value in values.items()}
+                    roles |= {role: _needed(file, key, value) for role, value in values.items()}
                 elif isinstance(values, list):
-                    extra += [_needed(path, key, value) for value in values]
+                    extra += [_needed(file, key, value) for value in values]
                 else:
-                    raise _wrong(path, key, values)
+                    raise _wrong(file, key, values)
         if "added_tokens_decoder" in config:
-            added = dict(_decoder(path, config["added_tokens_decoder"]))
+            added = dict(_decoder(path / CONFIG, config["added_tokens_decoder"]))
         else:
             special = {token.content for token in (*roles.values(), *extra)}
-            added = dict(_added_file(path / "added_tokens.json", special))
+            added = dict(_added_file(path / ADDED, special))
         return cls(path, config, roles, added, tuple(extra))
+
+    def split_special_tokens(self) -> bool:
+        """Return True if control tokens in a text are plain text, as AutoTokenizer takes it.
+
+        Raises:
+            CheckpointError: the setting is neither true nor false.
+        """
+        value = self.config.get("split_special_tokens", False)
+        if not isinstance(value, bool):
+            raise CheckpointError(
+                f"{self.path / CONFIG}: split_special_tokens is {value!r:.60}; write true or false,"
+                " or leave it out"
+            )
+        return value
 
     def apply_to(self, backend: Tokenizer) -> list[str]:
         """Add the tokens, and set how words begin; return notes for the user."""
@@ -135,8 +158,9 @@ class ConfiguredTokens:
         for token in new:
             token.special = token.special or token.content in special
         backend.add_tokens(new)
+        origin = self.path / (CONFIG if "added_tokens_decoder" in self.config else ADDED)
         return [
-            f"{self.path / CONFIG} gives {token.content!r} the id {token_id}, but the vocabulary "
+            f"{origin} gives {token.content!r} the id {token_id}, but the vocabulary "
             f"leads to {backend.token_to_id(token.content)}, which is used"
             for token_id, token in self.added.items()
             if backend.token_to_id(token.content) != token_id
@@ -147,14 +171,14 @@ def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _decoder(path: Path, value: Any) -> Iterator[tuple[int, AddedToken]]:
+def _decoder(file: Path, value: Any) -> Iterator[tuple[int, AddedToken]]:
     key = "added_tokens_decoder"
     if not isinstance(value, dict):
-        raise _wrong(path, key, value)
+        raise _wrong(file, key, value)
     for token_id, token in value.items():
         if not token_id.isdecimal() or not isinstance(token, dict):
-            raise _wrong(path, f"{key}[{token_id!r}]", token)
-        yield int(token_id), _needed(path, f"{key}[{token_id!r}]", {"special": False} | token)
+            raise _wrong(file, f"{key}[{token_id!r}]", token)
+        yield int(token_id), _needed(file, f"{key}[{token_id!r}]", {"special": False} | token)
 
 
 def _added_file(file: Path, special: set[str]) -> Iterator[tuple[int, AddedToken]]:
@@ -168,18 +192,18 @@ def _added_file(file: Path, special: set[str]) -> Iterator[tuple[int, AddedToken
         yield token_id, AddedToken(content, normalized=not is_special, special=is_special)
 
 
-def _needed(path: Path, key: str, value: Any) -> AddedToken:
-    token = _special(path, key, value)
+def _needed(file: Path, key: str, value: Any) -> AddedToken:
+    token = _special(file, key, value)
     if token is None:
-        raise _wrong(path, key, value)
+        raise _wrong(file, key, value)
     return token
 
 
-def _special(path: Path, key: str, value: Any) -> AddedToken | None:
+def _special(file: Path, key: str, value: Any) -> AddedToken | None:
     """Return a token from a text or an object; None for other settings under such a key."""
     text = value.get("content") if isinstance(value, dict) else value
     if isinstance(text, str) and not _is_unicode(text):
-        raise _wrong(path, key, value)
+        raise _wrong(file, key, value)
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
     if not isinstance(value, dict):
@@ -191,7 +215,7 @@ def _special(path: Path, key: str, value: Any) -> AddedToken | None:
     }
     content = value.get("content")
     if not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
-        raise _wrong(path, key, value)
+        raise _wrong(file, key, value)
     return AddedToken(content, **({"special": True} | flags))
 
 
@@ -200,10 +224,9 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _wrong(path: Path, key: str, value: Any) -> CheckpointError:
+def _wrong(file: Path, key: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"{path / CONFIG}: {key} is {value!r:.60}, which is no token; correct it, or fetch the "
-        "file again"
+        f"{file}: {key} is {value!r:.60}, which is no token; correct it, or fetch the file again"
     )
 
 

@@ -60,6 +60,12 @@ def read_folder(path: Path) -> TokenizerSource:
     notes = tokens.apply_to(backend)
     if older is not None:
         _put_around(backend, tokens, usual_bos=older.add_bos)
+    split = tokens.split_special_tokens()
+    if split:
+        notes.append(
+            f"{path / CONFIG} sets split_special_tokens: control tokens in texts and chats are "
+            "plain text"
+        )
     generation = optional_json(path / GENERATION)
     named = [
         *_ids(generation.get("eos_token_id")),
@@ -73,6 +79,7 @@ def read_folder(path: Path) -> TokenizerSource:
         chat_template=_chat_template(path, tokens),
         sampling=SamplingDefaults.read(generation, GENERATION),
         retrieval=recipe_of_folder(path),
+        split_special_tokens=split,
         notes=tuple(notes),
     )
 

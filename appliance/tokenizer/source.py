@@ -71,6 +71,7 @@ class TokenizerSource:
         chat_template: None for a base model.
         retrieval: how the model embeds texts and judges relevance.
         encoder: replaces the backend's encoder if its rules are untrusted.
+        split_special_tokens: control tokens in texts and rendered chats are plain text.
         notes: what was assumed where the file is silent or wrong, for the banner.
     """
 
@@ -81,6 +82,7 @@ class TokenizerSource:
     sampling: SamplingDefaults = NOTHING_RECOMMENDED
     retrieval: RetrievalRecipe = NOTHING_SAID
     encoder: Encoder | None = None
+    split_special_tokens: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -80,7 +80,7 @@ class Tokenizer:
             )
         control = {token_id: token for token_id, token in added.items() if token.special}
         self._control_ids = frozenset(control)
-        self._control_tokens = ControlTokens(control)
+        self._control_tokens = ControlTokens({} if source.split_special_tokens else control)
         self._spelling = _spelling(self._backend.decoder)
         self._bytes: dict[int, bytes] = {}
         self.whole_text = WholeText(self._find_visible_bytes)

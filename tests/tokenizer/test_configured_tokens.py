@@ -202,6 +202,18 @@ CASES: dict[str, Case] = {
         {"special_tokens_map.json": {"eos_token": END}},
     ),
 }
+for split in (True, False):
+    CASES[f"split_special_tokens {split}"] = (
+        byte_level(plain_end(special=True), bos=True),
+        {
+            "split_special_tokens": split,
+            "bos_token": "<s>",
+            "added_tokens_decoder": decoder(
+                token(MARK, lstrip=True), token("xyz", special=False), first=FIRST + 3
+            ),
+        },
+        {},
+    )
 for added_bos in (True, False):
     for kind in ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2TokenizerFast"):
         CASES[f"{kind}, add_bos_token {added_bos}"] = (
@@ -261,7 +273,17 @@ def test_ids_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert ours.bos_token_id == theirs.bos_token_id
     if theirs.eos_token_id is not None:
         assert ours.eos_token_ids[0] == theirs.eos_token_id
-    assert bool(ours.notes) == ("gap" in name)
+    assert bool(ours.notes) == ("gap" in name or name == "split_special_tokens True")
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_so_are_those_of_chats(split: bool, tmp_path: Path) -> None:
+    template = f"{{% for message in messages %}}the{END}{{{{ message.content }}}}{{% endfor %}}"
+    settings = {"split_special_tokens": split, "chat_template": template}
+    folder = write(tmp_path, (byte_level(plain_end(special=True)), settings, {}))
+    ours, theirs = Tokenizer.from_path(folder), AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "the the"}]
+    assert ours.encode_chat(chat) == theirs.apply_chat_template(chat)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", CLASS_ROLES)
@@ -291,6 +313,10 @@ def test_an_end_that_only_the_configuration_names_ends_and_is_not_shown(tmp_path
         ("tokenizer_config.json", {"eos_token": "\ud83d"}, "eos_token is '\\ud83d'"),
         ("tokenizer_config.json", {"extra_special_tokens": 16}, "extra_special_tokens is 16"),
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "tokens is '<x>'"),
+        ("tokenizer_config.json", {"split_special_tokens": "yes"}, "split_special_tokens is 'yes'"),
+        ("special_tokens_map.json", {"eos_token": {"content": 7}}, "eos_token is"),
+        ("special_tokens_map.json", {"additional_special_tokens": [7]}, "special_tokens is 7"),
+        ("special_tokens_map.json", {"extra_special_tokens": {"image_token": 7}}, "tokens is 7"),
         ("added_tokens.json", {END: "262"}, "the id of '<|im_end|>' is '262'"),
     ],
 )
