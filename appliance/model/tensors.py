@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
@@ -74,10 +75,15 @@ def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
 
     The order depends only on the spec, so lists with different names can be zipped.
     """
+    return list(_all_slots(spec, names))
+
+
+@lru_cache(maxsize=2)  # a plan asks again and again, and experts are tens of thousands
+def _all_slots(spec: DecoderSpec, names: TensorNames) -> tuple[TensorSlot, ...]:
     slots = list(_first_slots(spec, names))
     for index, layer in enumerate(spec.layers):
         slots += _layer_slots(spec, names, index, layer)
-    return [*slots, *_last_slots(spec, names)]
+    return (*slots, *_last_slots(spec, names))
 
 
 def slots_beside(spec: DecoderSpec, names: TensorNames, slot: TensorSlot) -> list[TensorSlot]:
