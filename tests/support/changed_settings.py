@@ -26,7 +26,7 @@ HARMLESS = {
     *("use_cache", "use_mamba_kernels", "z_loss_coefficient", "dropout", "layerdrop"),
 }
 # Settings that contradict others when they change: a refusal names the others.
-_OPPOSED = {
+OPPOSED = {
     "enable_moe_block": ["use_double_wide_mlp"],
     "layer_types": ["per_layer_config", "num_kv_shared_layers", "sliding_window"],
     "n_embed": ["num_attention_heads"],
@@ -48,16 +48,26 @@ class Change:
     """One setting of a config that is no longer as it was.
 
     Attributes:
-        how: drop, null or flip.
+        how: drop, null, flip or set.
+        also: other settings that changed with it.
     """
 
     key: str
     how: str
     config: dict[str, Any]
+    also: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        value = "" if self.how != "flip" else f" to {self.config.get(self.key)!r}"
-        return f"{self.how} {self.key}{value}"
+        values = "" if self.how in ("drop", "null") else f" to {_value_of(self.config, self.key)!r}"
+        others = "".join(f", {key}: {_value_of(self.config, key)!r}" for key in self.also)
+        return f"{self.how} {self.key}{values}{others}"
+
+
+def _value_of(config: dict[str, Any], key: str) -> Any:
+    if key in config:
+        return config[key]
+    inside = [part for part in config.values() if isinstance(part, dict)]
+    return next((found for part in inside if (found := _value_of(part, key)) is not None), None)
 
 
 def changes(config: dict[str, Any], harmless: Set[str] = HARMLESS) -> Iterator[Change]:
@@ -90,7 +100,7 @@ def _changes_at(
     if value is not None:
         yield Change(key, "drop", _with(config, path, None, drop=True))
     yield Change(key, "null", _with(config, path, None))
-    given = _others(value) if value is not None else [known.get(key), *_others(known.get(key))]
+    given = others(value) if value is not None else [known.get(key), *others(known.get(key))]
     for other in given:
         if other is None or isinstance(other, dict):
             continue
@@ -111,7 +121,7 @@ def _with(
     return changed
 
 
-def _others(value: Any) -> list[Any]:
+def others(value: Any) -> list[Any]:
     """Other values of the same kind."""
     if isinstance(value, bool):
         return [not value]
@@ -231,7 +241,7 @@ def _disagreement(
 ) -> str:
     """Say how both differ on a change; empty if they agree, or we refuse it as we may."""
     key = change.key
-    names = (key, *_OPPOSED.get(key, ()), "tensor ")
+    names = (key, *OPPOSED.get(key, ()), "tensor ")
     if ours is None and not any(name in message for name in names):
         return f"{change}: refused without its name: {message}"
     if theirs is None:

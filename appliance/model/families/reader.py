@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Settings of Hugging Face configs that change a decoder's arithmetic where its class knows them,
-# with neutral values. None is always neutral; a list is neutral if all of its elements are.
+# with neutral values. None is always neutral; a list of layers is if all of its elements are.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -172,7 +172,7 @@ class ConfigReader:
             raise self._wrong(key, value, f"a list of {length} whole numbers")
         return tuple(value)
 
-    def _written(self, key: str) -> str:
+    def written(self, key: str) -> str:
         """Return the name under which the settings have a value."""
         names = [name for name, own in self._usual.aliases.items() if own == self._own_name(key)]
         given = (name for name in names if name in self._given)
@@ -211,7 +211,7 @@ class ConfigReader:
     def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         if value is None:
             return self._nothing(key, expected)
-        return wrong(self.origin, self._written(key), value, expected, self.if_wrong)
+        return wrong(self.origin, self.written(key), value, expected, self.if_wrong)
 
     def _nothing(self, key: str, expected: str) -> CheckpointError:
         """Build the error for a setting that is missing, or null where that means nothing."""
@@ -223,7 +223,7 @@ class ConfigReader:
             )
         advice = "replace it" if usual is None else f"remove it, which means {short(usual)}"
         return CheckpointError(
-            f"{self.origin}: {self._written(key)} is null, but must be {expected}; {advice}"
+            f"{self.origin}: {self.written(key)} is null, but must be {expected}; {advice}"
         )
 
     def with_value(self, key: str, value: Any) -> ConfigReader:
@@ -245,7 +245,7 @@ class ConfigReader:
         own = self._own_name(key)
         value = self._values[own] if own in self._values else self._usual.values.get(own)
         return UnsupportedModelError(
-            f"{self.origin}: {self._written(key)} = {short(value)} is not supported; supported is "
+            f"{self.origin}: {self.written(key)} = {short(value)} is not supported; supported is "
             f"{supported}"
         )
 
@@ -263,7 +263,7 @@ class ConfigReader:
         """Refuse an unread setting of `neutral` with another value."""
         for key, usual in neutral.items():
             value = self._values.get(key)
-            items = value if isinstance(value, list) else [value]
+            items = value if isinstance(value, list) and "layer" in key else [value]
             if key in self._read or all(item is None or item in usual for item in items):
                 continue
             if not self._changes_nothing(key):

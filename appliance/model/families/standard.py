@@ -243,8 +243,8 @@ def read_layer_kinds(
         return None
     if not isinstance(listed, list) or len(listed) != count:
         raise CheckpointError(
-            f"{config.origin}: {key} must list as many layers as num_hidden_layers says, {count}; "
-            "take the config.json of its makers"
+            f"{config.origin}: {config.written(key)} must list as many layers as num_hidden_layers "
+            f"says, {count}; take the config.json of its makers"
         )
     if any(not isinstance(kind, str) or kind not in kinds for kind in listed):
         raise config.refuse(key, " and ".join(kinds))
