@@ -23,6 +23,9 @@ CONFIG, SPECIAL_MAP, ADDED = (
     "added_tokens.json",
 )
 _LLAMA = "LlamaTokenizer"
+# In the order in which transformers gives ids to those that the vocabulary lacks.
+_ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SWITCHES = ("add_bos_token", "add_eos_token")
 # Defaults of transformers' classes, for roles that a folder does not name; its vocabulary must have
 # the token.
 CLASS_ROLES: dict[str, dict[str, str]] = {
@@ -99,22 +102,25 @@ class ConfiguredTokens:
             return path / (SPECIAL_MAP if key in special_map else CONFIG)
 
         named = _class_roles(config, backend) | {**usual_roles} | config | special_map
-        roles = {
-            key: token
-            for key, value in named.items()
-            if key.endswith("_token") and (token := _special(file_of(key), key, value)) is not None
-        }
+        roles = {}
+        for key in (*_ROLES, *(key for key in named if key not in _ROLES)):
+            value = named.get(key)
+            if value is None or not key.endswith("_token") or key in _SWITCHES:
+                continue
+            token = (_needed if key in _ROLES else _special)(file_of(key), key, value)
+            if token is not None:
+                roles[key] = token
         extra: list[AddedToken] = []
         for key in ("extra_special_tokens", "additional_special_tokens"):
             if config.get(key) and extra:
                 continue  # the newer key replaces the older one
             for name, content in ((CONFIG, config), (SPECIAL_MAP, special_map)):
-                file, values = path / name, content.get(key) or []
+                file, values = path / name, content.get(key)
                 if isinstance(values, dict):
                     roles |= {role: _needed(file, key, value) for role, value in values.items()}
                 elif isinstance(values, list):
                     extra += [_needed(file, key, value) for value in values]
-                else:
+                elif values is not None:
                     raise _wrong(file, key, values)
         if "added_tokens_decoder" in config:
             added = dict(_decoder(path / CONFIG, config["added_tokens_decoder"]))
@@ -131,15 +137,12 @@ class ConfiguredTokens:
         """
         value = self.config.get("split_special_tokens", False)
         if not isinstance(value, bool):
-            raise CheckpointError(
-                f"{self.path / CONFIG}: split_special_tokens is {value!r:.60}; write true or false,"
-                " or leave it out"
-            )
+            raise _no_flag(self.path / CONFIG, "split_special_tokens", value)
         return value
 
     def apply_to(self, backend: Tokenizer) -> list[str]:
         """Add the tokens, and set how words begin; return notes for the user."""
-        _set_space_prefix(backend, self.config)
+        _set_space_prefix(backend, self.config, self.path / CONFIG)
         present: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         added = dict(self.added)
         if "added_tokens_decoder" not in self.config:
@@ -213,8 +216,11 @@ def _special(file: Path, key: str, value: Any) -> AddedToken | None:
         for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
         if name in value
     }
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise _no_flag(file, f"{key}: {name}", flag)
     content = value.get("content")
-    if not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+    if not isinstance(content, str):
         raise _wrong(file, key, value)
     return AddedToken(content, **({"special": True} | flags))
 
@@ -230,6 +236,10 @@ def _wrong(file: Path, key: str, value: Any) -> CheckpointError:
     )
 
 
+def _no_flag(file: Path, key: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{file}: {key} is {value!r:.60}; write true or false, or leave it out")
+
+
 def _class_roles(config: Mapping[str, Any], backend: Tokenizer) -> dict[str, Any]:
     kind = _class_of(config)
     if kind == _LLAMA and _is_byte_level(backend):
@@ -242,13 +252,15 @@ def _class_of(config: Mapping[str, Any]) -> str:
     return str(config.get("tokenizer_class", "")).removesuffix("Fast")
 
 
-def _set_space_prefix(backend: Tokenizer, config: Mapping[str, Any]) -> None:
+def _set_space_prefix(backend: Tokenizer, config: Mapping[str, Any], file: Path) -> None:
     """Put a space before words at the beginning of a text, or not, as the class does.
 
     Only where versions of transformers agree: elsewhere tokenizer.json decides.
     """
     kind = _class_of(config)
     wanted = config.get("add_prefix_space")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise _no_flag(file, "add_prefix_space", wanted)
     if kind in _BYTE_LEVEL:
         rules: Any = backend.pre_tokenizer
         is_sequence = isinstance(rules, pre_tokenizers.Sequence)

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from appliance.errors import CheckpointError, ModelError
+from appliance.errors import ChatTemplateError, CheckpointError, ModelError
 from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
@@ -128,16 +128,22 @@ def _put_around(
 
 def _chat_template(path: Path, tokens: ConfiguredTokens) -> ChatTemplate | None:
     """Find the templates as AutoTokenizer does: files come before the configuration."""
-    entry = tokens.config.get("chat_template")
+    file, entry = path / CONFIG, tokens.config.get("chat_template")
     if entry is None:  # where processors of images had theirs
-        entry = optional_json(path / "chat_template.json").get("chat_template")
+        file = path / "chat_template.json"
+        entry = optional_json(file).get("chat_template")
     named: dict[str, str] = {}
-    if isinstance(entry, list):
-        named = {item["name"]: item["template"] for item in entry if _is_named_template(item)}
-    elif isinstance(entry, dict):
-        named = {name: text for name, text in entry.items() if isinstance(text, str)}
+    if isinstance(entry, list) and all(map(_is_named_template, entry)):
+        named = {item["name"]: item["template"] for item in entry}
+    elif isinstance(entry, dict) and all(isinstance(text, str) for text in entry.values()):
+        named = dict(entry)
     elif isinstance(entry, str):
         named = {"default": entry}
+    elif entry is not None and not (path / "chat_template.jinja").is_file():
+        raise ChatTemplateError(
+            f"{file}: chat_template is {entry!r:.60}, which is neither a text nor a list of texts "
+            "with names; correct it"
+        )
     file = path / "chat_template.jinja"
     if file.is_file():
         named = {"default": _read_template(file)}

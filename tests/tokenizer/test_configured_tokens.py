@@ -1,9 +1,14 @@
-"""Tokens of a folder's small files, against AutoTokenizer of transformers on random texts."""
+"""Tokens of a folder's small files, against AutoTokenizer of transformers on random texts.
+
+APPLIANCE_TEST_CHANGES says how many changes at random are tried of each case, and
+APPLIANCE_TEST_CHANGES_SEED which.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +17,11 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
+from random_changes import random_changes
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from appliance.errors import CheckpointError
+from appliance.errors import ApplianceError, CheckpointError
 from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.configured_tokens import CLASS_ROLES
 
@@ -158,6 +164,11 @@ CASES: dict[str, Case] = {
     "extra": (byte_level(), {"extra_special_tokens": [END, MARK]}, {}),
     "extra by role": (byte_level(), {"extra_special_tokens": {"image_token": END}}, {}),
     "role of its own": (byte_level(), {"image_token": END}, {}),
+    "roles in another order": (
+        byte_level(),
+        {"pad_token": "<|y|>", "image_token": "<|z|>", "eos_token": MARK, "bos_token": END},
+        {},
+    ),
     "roles": (byte_level(), {"eos_token": "<|named|>", "bos_token": END, "pad_token": MARK}, {}),
     "role with flags": (byte_level(), {"eos_token": typed(END, rstrip=True)}, {}),
     "special map": (
@@ -284,6 +295,66 @@ def test_so_are_those_of_chats(split: bool, tmp_path: Path) -> None:
     ours, theirs = Tokenizer.from_path(folder), AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "the the"}]
     assert ours.encode_chat(chat) == theirs.apply_chat_template(chat)["input_ids"]
+
+
+CHANGES = int(os.environ.pop("APPLIANCE_TEST_CHANGES", "3"))
+SEED = os.environ.pop("APPLIANCE_TEST_CHANGES_SEED", "1")
+# Of what batches of training look like, which transformers checks and no prompt depends on; a class
+# by no name is none.
+UNREAD = {
+    *("padding_side", "truncation_side", "model_max_length", "model_input_names"),
+    *("clean_up_tokenization_spaces", "tokenizer_class"),
+}
+SETTINGS = UNREAD | {
+    *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "image_token"),
+    *("add_bos_token", "add_eos_token", "chat_template", "split_special_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("Llama")])
+def test_a_setting_changed_at_random_is_refused_by_name_or_gives_the_same_ids(
+    name: str, tmp_path: Path
+) -> None:
+    backend, given, files = CASES[name]
+    folder = write(tmp_path, (backend, {}, files))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(given)
+    texts = [f"the {END} the a {MARK} b<|named|>", "xyz ABC  the1234", "<s>the</s>"]
+    found = []
+    for change in random_changes(config, SETTINGS, random.Random(f"{SEED} {name}"), CHANGES):
+        keys = (change.key, *change.also)
+        (folder / "tokenizer_config.json").write_text(json.dumps(change.config))
+        try:
+            tokenizer = Tokenizer.from_path(folder)
+        except ApplianceError as error:
+            if not any(key in str(error) for key in keys):
+                found.append(f"{change}: refused without its name: {error}")
+            continue
+        except Exception as error:
+            found.append(f"{change}: {type(error).__name__}: {error}")
+            continue
+        ours = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        try:
+            theirs = AutoTokenizer.from_pretrained(folder)
+            expected = [theirs(text)["input_ids"] for text in texts]
+        except Exception:  # it raises what it likes
+            if not UNREAD & {*keys}:
+                found.append(f"{change}: accepted, and refused by transformers")
+            continue
+        if ours != expected:
+            found.append(f"{change}: other ids")
+    assert "\n".join(found) == ""
+
+
+@pytest.mark.parametrize(
+    ("role", "value"), [("bos_token", 1.5), ("mask_token", ["<m>"]), ("pad_token", False)]
+)
+def test_a_role_that_is_no_token_is_refused(role: str, value: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path, (byte_level(), {role: value}, {}))
+    with pytest.raises(TypeError, match=role):
+        AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {role} is"):
+        Tokenizer.from_path(folder)
 
 
 @pytest.mark.parametrize("kind", CLASS_ROLES)
