@@ -7,15 +7,24 @@ with its defaults (src/llama-hparams.h) for all that a Llama does not use. Logit
 from __future__ import annotations
 
 import math
+import os
+import random
+import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from changed_settings import Oracle
 from gguf import GGUFValueType as T
+from gguf_files import with_metadata
 from gguf_models import gguf_tensors, llama3_divisors, write_gguf
+from random_changes import random_changes
 from teacher_forcing import logits_of
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from appliance.errors import CheckpointError, ModelError, UnsupportedModelError
+from appliance.errors import ApplianceError, CheckpointError, ModelError, UnsupportedModelError
+from appliance.gguf import read_header
 from appliance.kernels.backend import REFERENCE
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
@@ -319,3 +328,80 @@ def test_blocks_that_predict_further_tokens_are_left_out(
         path = tmp_path / f"{layers}.gguf"
         write_gguf(path, model, "qwen3", settings, tensors=tensors | further)
         expect_as(path, model, token_ids)
+
+
+CHANGES = int(os.environ.pop("APPLIANCE_TEST_CHANGES", "40"))
+SEED = os.environ.pop("APPLIANCE_TEST_CHANGES_SEED", "1")
+MORE = {
+    *("attention.key_length", "attention.sliding_window", "attention.scale", "logit_scale"),
+    *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
+    *("expert_count", "expert_used_count", "final_logit_softcapping", "vocab_size"),
+    *("nextn_predict_layers", "a_key_of_tomorrow"),
+}
+# A changed size is refused by the tensor that does not have it, or by another that depends on it.
+ALSO = ("tensor ", "as the keys have", "rope_type")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_key_changed_at_random_is_refused_by_name_or_means_what_it_means_to_transformers(
+    architecture: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
+) -> None:
+    """Keys that transformers' reader passes over are compared by what we make of them."""
+    model = make_model(architecture, head_dim=12)
+    base = write_gguf(tmp_path / "base.gguf", model, architecture, HEAD | {"vocab_size": 97})
+    known = {key for key, own in GGUF_CONFIG_MAPPING[architecture].items() if own is not None}
+    oracle, usual = Oracle(model, token_ids), model.config.to_dict()
+    del usual["rope_parameters"]
+    metadata, path = read_header(base).metadata, tmp_path / "changed.gguf"
+    more = {f"{architecture}.{key}" for key in MORE}
+    found, served = [], 0
+    given = random.Random(f"{SEED} {architecture}")
+    for change in random_changes(metadata, more, given, CHANGES):
+        stored = [(key, value) for key, value in change.config.items() if value is not None]
+        try:
+            with_metadata(base, path, stored)
+        except (TypeError, struct.error, OverflowError):
+            continue  # no file can say it
+        names = [key.removeprefix(f"{architecture}.") for key in (change.key, *change.also)]
+        try:
+            source = open_model(path)
+            ours = logits_of(
+                load_decoder(source, REFERENCE, torch.device("cpu"), torch.float32), token_ids
+            )
+        except ApplianceError as error:
+            named = any(name.removeprefix("general.") in str(error) for name in [*names, *ALSO])
+            found.append("" if named else f"{change}: refused without its name: {error}")
+            continue
+        except Exception as error:
+            found.append(f"{change}: {type(error).__name__}: {error}")
+            continue
+        served += 1
+        theirs = None
+        if known.issuperset(names):
+            read = load_gguf_checkpoint(str(path))["config"] | {"vocab_size": 97}
+            theirs = oracle.logits(usual | read)
+        if theirs is None:  # by the type of a number, perhaps
+            theirs = oracle.logits(usual | source.config)
+        is_same = theirs is not None and torch.allclose(ours, theirs, atol=3e-4, rtol=1e-4)
+        found.append("" if is_same else f"{change}: other logits")
+    assert "\n".join(fault for fault in found if fault) == ""
+    assert served
+
+
+ENDLESS = struct.pack("<IIQ", T.ARRAY, T.UINT32, 2**32 - 1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (("llama.a_list", ENDLESS), "announces 4294967295 values in an array"),
+        (("llama.block_count", 2), "'llama.block_count' occurs twice"),
+    ],
+)
+def test_an_array_without_end_and_a_key_given_twice_are_refused(
+    entry: tuple[str, Any], said: str, make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    base = write_gguf(tmp_path / "base.gguf", make_model("llama"), "llama", {})
+    stored = [*read_header(base).metadata.items(), entry]
+    with pytest.raises(CheckpointError, match=said):
+        open_model(with_metadata(base, tmp_path / "changed.gguf", stored))

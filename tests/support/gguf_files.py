@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,67 @@ def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
     counts = struct.pack("<QQ", len(kept), struct.unpack_from("<Q", content, 16)[0])
     out.write_bytes(_padded(content[:8] + counts + metadata + infos) + data)
     return out
+
+
+def with_metadata(path: Path, out: Path, entries: Iterable[tuple[str, Any]]) -> Path:
+    """Write a file with other metadata, whatever it says; a key may come twice.
+
+    Numbers have the narrowest usual type. Bytes stand for a value as it is in a file, its type in
+    front.
+    """
+    header = read_header(path, vocabulary=False)
+    content = path.read_bytes()
+    first = next(iter(header.tensors)).encode()
+    infos_at = content.find(struct.pack("<Q", len(first)) + first)
+    infos_end = infos_at
+    for _ in header.tensors:
+        infos_end += 8 + struct.unpack_from("<Q", content, infos_end)[0]
+        infos_end += 4 + 8 * struct.unpack_from("<I", content, infos_end)[0] + 12
+    data_at = min(info.offset for info in header.tensors.values())
+    stored = [_text(key) + _stored(value) for key, value in entries]
+    counts = content[8:16] + struct.pack("<Q", len(stored))
+    front = content[:8] + counts + b"".join(stored) + content[infos_at:infos_end]
+    out.write_bytes(_padded(front) + content[data_at:])
+    return out
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _stored(value: Any) -> bytes:
+    """A value behind its type."""
+    if isinstance(value, bytes):
+        return value
+    kind, each = _form(value)
+    if not isinstance(value, list):
+        return struct.pack("<I", kind) + each(value)
+    kinds = [_form(item) for item in value] or [_form(0)]
+    # One type holds all items: the one of floats, if there is any.
+    kind, each = max(kinds, key=lambda one: (one[0] in _FLOATS, one[0]))
+    front = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, len(value))
+    return front + b"".join(each(item) for item in value)
+
+
+_FLOATS = (gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.FLOAT64)
+
+
+def _form(value: Any) -> tuple[gguf.GGUFValueType, Callable[[Any], bytes]]:
+    kinds = gguf.GGUFValueType
+    match value:
+        case bool():
+            return kinds.BOOL, lambda one: struct.pack("<?", one)
+        case int() if 0 <= value < 2**32:
+            return kinds.UINT32, lambda one: struct.pack("<I", one)
+        case int() if -(2**31) <= value < 0:
+            return kinds.INT32, lambda one: struct.pack("<i", one)
+        case int():
+            return kinds.INT64, lambda one: struct.pack("<q", one)
+        case float():
+            return kinds.FLOAT64, lambda one: struct.pack("<d", one)
+        case str():
+            return kinds.STRING, _text
+    raise TypeError(f"a GGUF file holds no {type(value).__name__}")
 
 
 @cache
