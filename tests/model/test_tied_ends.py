@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from native_models import LIBRARY
+from rank_threads import RankThreads
 from safetensors.torch import load_file, save_file
+from stage_threads import StageThreads
 from teacher_forcing import logits_of
+from torch_ranks import TorchRankThreads
 from transformers import AutoModelForCausalLM
 
 from appliance.kernels.backend import REFERENCE
@@ -18,6 +21,7 @@ from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
+from appliance.model.shard.split import Split
 from appliance.model.size import estimate_weight_bytes
 from appliance.model.source import open_model
 
@@ -89,6 +93,30 @@ def test_logits_are_those_of_transformers(
     names = [slot.name for slot in source.slots()]
     assert names.count(EMBEDDING) == 1
     assert names.count(HEAD) == is_apart
+
+
+@pytest.mark.parametrize("what", STORED)
+@pytest.mark.parametrize("family", [name for name in MODELS if name != "helium"])
+def test_so_are_those_of_ranks_and_stages(
+    family: str,
+    what: str,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    folder = save(make_model(family, **MODELS[family] | {"intermediate_size": 160}))
+    store(folder, what)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    source, split = open_model(folder), Split.parse(2, "1:1")
+    found = [
+        RankThreads(source, split, max_rows=64).logits_of(token_ids),
+        TorchRankThreads(source, split).logits_of(token_ids),
+        StageThreads(source, (0, 2, 3), max_rows=64).logits_of(token_ids),
+    ]
+    for logits in found:
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
 
 
 def test_a_second_matrix_is_in_the_memory_plan(
