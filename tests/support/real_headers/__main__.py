@@ -4,6 +4,7 @@
     scripts/real_headers tests/model/real_settings.json                    # what CI tries
     scripts/real_headers FOLDER --only qwen3     # those whose name has this in it
     scripts/real_headers FOLDER --way small      # scaled down, against transformers; or "whole"
+    scripts/real_headers FOLDER --jobs 4         # processes, of a gigabyte or two each
     scripts/real_headers FOLDER --reduce tests/model/real_settings.json    # write what CI reads
 
 Ends with 1 if something is wrong, or refused for a reason that is not in the list of reasons.
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import io
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -22,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -43,17 +46,20 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="part of a name")
     parser.add_argument("--way", choices=_WAYS, help="without it, both")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; 2 if left out")
     parser.add_argument("--reduce", type=Path, metavar="FILE", help="write settings, try nothing")
     given = parser.parse_args()
     if given.reduce:
         write_settings((one for each in given.folders for one in _headers(each)), given.reduce)
         return 0
     logging.disable(logging.WARNING)
+    headers = [one for each in given.folders for one in _headers(each)]
+    wanted = [one for one in headers if given.only.lower() in one.name.lower()]
+    ways = [given.way] if given.way else list(_WAYS)
     counts: Counter[str] = Counter()
-    for folder in given.folders:
-        for header in _headers(folder):
-            if given.only.lower() in header.name.lower():
-                counts.update(_tried(header, [given.way] if given.way else list(_WAYS)))
+    with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
+        for states in pool.imap_unordered(partial(_tried, ways=ways), wanted):
+            counts.update(states)
     print(", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
     return int(any(state.startswith(("wrong", "REFUSED", "untried")) for state in counts))
 

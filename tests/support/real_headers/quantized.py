@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -198,22 +198,34 @@ class Quantization:
     encode: Callable[[str, tuple[int, ...]], Encode | None]
     kv_scales: bool = False
     parts_experts: bool = False
+    _of_shapes: dict[Any, tuple[Parts, Tensor] | None] = field(default_factory=dict, compare=False)
 
     def tensors(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return a tensor's parts by name, and the tensor that they stand for."""
         stack = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)", name)
         if self.parts_experts and stack and tensor.dim() == 3:
             return self._of_experts(stack[1], stack[2], tensor)
-        encode = self.encode(name, tuple(tensor.shape))
-        if encode is None:
+        encoded = self._encoded(name, tensor)
+        if encoded is None:
             return {name: tensor}, tensor
-        parts, dense = encode(tensor)
+        parts, dense = encoded
         base = name.removesuffix(".weight")
         found = {f"{base}{suffix}": part for suffix, part in parts.items()}
         kind = base.rpartition(".")[2]
         if self.kv_scales and kind in ("k_proj", "v_proj"):
             found[f"{base}.{kind[0]}_scale"] = torch.ones(())
         return found, dense
+
+    def _encoded(self, name: str, tensor: Tensor) -> tuple[Parts, Tensor] | None:
+        """Encode a tensor; one without content once for all experts of a layer."""
+        key = (re.sub(r"\.experts\.\d+\.", ".experts.", name), tensor.shape, tensor.dtype)
+        if tensor.is_meta and key in self._of_shapes:
+            return self._of_shapes[key]
+        encode = self.encode(name, tuple(tensor.shape))
+        found = None if encode is None else encode(tensor)
+        if tensor.is_meta:
+            self._of_shapes[key] = found
+        return found
 
     def _of_experts(self, base: str, kind: str, stack: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Store each expert's matrices apart, if any of them is quantized."""
