@@ -21,6 +21,7 @@ class ExpertNames:
         stacked_gate_up: gate and up of all experts in one tensor, in some checkpoints.
         stacked_down: the same for down.
         stacked_apart: gate of all experts in one tensor, and up in another; in full.
+        selection_bias_in_row: the bias of the choice is a matrix of one row.
         takes_turns: rows of gate and up alternate in such a tensor, instead of halves.
         transposed: such a tensor has inputs before outputs, if unquantized.
     """
@@ -42,6 +43,7 @@ class ExpertNames:
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     stacked_apart: tuple[str, str] | None = None
+    selection_bias_in_row: bool = False
     takes_turns: bool = False
     transposed: bool = False
 

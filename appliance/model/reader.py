@@ -187,7 +187,9 @@ class ModelReader:
         return ExpertsWeights(
             router=full(f"{names.router}.weight"),
             router_bias=full(f"{names.router}.bias") if spec.router.bias else None,
-            selection_bias=full(names.selection_bias) if spec.router.selection_bias else None,
+            selection_bias=full(names.selection_bias).reshape(-1)
+            if spec.router.selection_bias
+            else None,
             expert=partial(self.expert, index),
             shared=None if shared is None else self._mlp(index, *of_all, shared.bias),
             shared_gate=full(f"{names.shared_gate}.weight") if spec.shared_gate else None,

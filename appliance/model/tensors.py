@@ -345,7 +345,8 @@ def _expert_slots(found: _LayerTensors, hidden: int, mlp: ExpertsSpec) -> Iterat
     yield from found.linear(names.router, Role.ROUTER, count, hidden, bias=mlp.router.bias)
     if mlp.router.selection_bias:
         name = found.names.in_layer(found.index, names.selection_bias)
-        yield TensorSlot(name, (count,), Role.ROUTER, found.index)
+        shape = (1, count) if names.selection_bias_in_row else (count,)
+        yield TensorSlot(name, shape, Role.ROUTER, found.index)
     if mlp.router.expert_scale:
         yield found.numbers(names.expert_scale, count)
     if mlp.own_norms:

@@ -92,6 +92,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": EXPERTS["gemma4"],
     "gemma4-small": ("gemma4_text", SMALL_GEMMA4),
     "mixtral": EXPERTS["mixtral"],
+    "dots1": (
+        "dots1",
+        EXPERTS["dots1"][1] | {"n_group": 1, "topk_group": 1, "sliding_window": None},
+    ),
+    "ernie4_5_moe": EXPERTS["ernie4_5_moe"],
     "falcon": CENTERED["falcon"],
     "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
     "phi": CENTERED["phi"],

@@ -250,6 +250,32 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         },
     ),
+    "dots1": (
+        "dots1",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.3,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {

@@ -52,6 +52,8 @@ ARCHITECTURES = {
     "phi": "phi2",
     "gpt_neox": "gptneox",
     "mixtral": "llama",
+    "dots1": "dots1",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 
 
@@ -290,7 +292,20 @@ def _gpt_neox(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     return {"use_parallel_residual": config.use_parallel_residual}
 
 
+def _ernie4_5_moe(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "expert_shared_count": config.moe_num_shared_experts,
+        # What its converter writes, which is not the width.
+        "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+    }
+
+
 _OF_FAMILY = {
+    "ernie4_5_moe": _ernie4_5_moe,
     "gpt_neox": _gpt_neox,
     "minicpm3": _minicpm3,
     "mistral4": _latent,
@@ -384,6 +399,7 @@ def _renamed(name: str, kind: str) -> str:
     if kind == "nemotron_h":
         name = name.replace("model.", "backbone.", 1)
     name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
+    name = name.replace(".gate.moe_statics", ".moe_statics")
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     name = name.removesuffix("dt_bias") + "dt_proj.bias" if name.endswith("dt_bias") else name
     return f"{name}.weight" if name.endswith("layer_scalar") else name
@@ -394,6 +410,8 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
     if name.endswith("A_log"):
         tensor = -tensor.exp()
         return tensor if kind == "qwen3_next" else tensor.view(-1, 1)
+    if "moe_statics" in name:
+        return tensor.squeeze(0)
     if name.endswith(".D"):
         return tensor.view(-1, 1)
     if part == "conv1d":

@@ -148,7 +148,7 @@ def _check_groups(
 
 def _contradiction(config: ConfigReader, key: str, value: int, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{config.origin}: {key} is {value}, but must be {expected};"
+        f"{config.origin}: {config.written(key)} is {value}, but must be {expected};"
         " take the config.json of its makers"
     )
 

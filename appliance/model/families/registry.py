@@ -18,7 +18,8 @@ from appliance.model.families.deepseek import (
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
 )
-from appliance.model.families.ernie4_5 import ERNIE4_5
+from appliance.model.families.dots1 import DOTS1
+from appliance.model.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from appliance.model.families.exaone4 import EXAONE4
 from appliance.model.families.falcon import FALCON
 from appliance.model.families.gemma2 import GEMMA, GEMMA2
@@ -136,6 +137,8 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX,
     BAICHUAN,
     BAILING_MOE,
+    DOTS1,
+    ERNIE4_5_MOE,
 )
 
 

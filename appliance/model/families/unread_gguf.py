@@ -56,7 +56,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     f"its text has the positions of images{_FOLDER}": ("paddleocr",),
     _AS_FOLDER: ("llama4", "step35"),
     _GATED_HEADS: ("afmoe", "laguna"),
-    _EXPERTS: (*("dots1", "ernie4_5-moe", "exaone-moe", "hunyuan-moe", "hy_v3", "mellum"),),
+    _EXPERTS: (*("exaone-moe", "hunyuan-moe", "hy_v3", "mellum"),),
     f"norms and multipliers of its stream are not described here{_FOLDER}": ("muse-glimmer",),
     "it limits what queries, keys and values may be (clip_qkv)": ("dbrx",),
     "the heads and widths of its layers differ, and some have no attention": ("deci", "openelm"),
