@@ -99,7 +99,7 @@ class Alternatives:
 
 
 class _Outline(NamedTuple):
-    """What a comparison needs of a schema."""
+    """A schema's properties and texts, for comparisons."""
 
     kinds: Set[str]
     listed: Mapping[str, Any]

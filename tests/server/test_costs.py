@@ -44,7 +44,7 @@ from appliance.server.ollama.schema import (
     OllamaTurn,
 )
 from appliance.server.openai_responses import turns as responses_turns
-from appliance.server.openai_responses.history import HistoryReader
+from appliance.server.openai_responses.history import InputReader
 from appliance.server.openai_responses.output import OutputItems
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
 from appliance.server.openai_responses.store import ResponseStore
@@ -260,7 +260,7 @@ def response_store(shape: Any, size: int) -> Callable[[], object]:
                 input=_items(shape[0], shape[1], size),
                 previous_response_id=f"r{number - 1}" if number else None,
             )
-            history = HistoryReader(store, "ann", body, max_bytes=10**6).read()
+            history = InputReader(store, "ann", body, max_bytes=10**6).read()
             whole = (
                 b"["
                 + b",".join(

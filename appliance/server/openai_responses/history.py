@@ -30,7 +30,7 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class ReadInput:
     """A conversation up to an answer.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Status(msgspec.Struct):
     status: str
 
 
-class HistoryReader:
+class InputReader:
     """Reads the conversation of one request.
 
     What is kept is looked up on construction, on the event loop; `read` decodes it, in a thread.
@@ -92,7 +92,7 @@ class HistoryReader:
         """Bytes of what the request continues."""
         return len(self._before.conversation)
 
-    def read(self) -> History:
+    def read(self) -> ReadInput:
         """Return the conversation.
 
         Raises:
@@ -109,7 +109,7 @@ class HistoryReader:
                 param="input" if self._before is NOTHING else "previous_response_id",
                 code="context_length_exceeded",
             )
-        return History(items, own, frozenset(item.id or "" for item in named), self._before)
+        return ReadInput(items, own, frozenset(item.id or "" for item in named), self._before)
 
     def _resolved(self, items: list[Item]) -> list[Item]:
         """Replace references with the items that they name, each decoded once."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.server.exchange import Exchange
     from appliance.server.model_state import ModelState
     from appliance.server.openai_responses.answers import Status
-    from appliance.server.openai_responses.history import History
+    from appliance.server.openai_responses.history import ReadInput
     from appliance.server.openai_responses.schema import ResponsesRequest
     from appliance.server.openai_responses.store import ResponseStore
     from appliance.server.pieces import FinishedChoice
@@ -52,7 +52,7 @@ class Responding:
         state: ModelState,
         exchange: Exchange,
         body: ResponsesRequest,
-        history: History,
+        history: ReadInput,
         store: ResponseStore,
         owner: str,
     ) -> None:

@@ -22,7 +22,7 @@ from appliance.server.openai_responses.answers import (
     ResponseObject,
 )
 from appliance.server.openai_responses.frames import response_frames
-from appliance.server.openai_responses.history import HistoryReader
+from appliance.server.openai_responses.history import InputReader
 from appliance.server.openai_responses.responding import Responding
 from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
 from appliance.server.openai_responses.store import ResponseStore, names_of, raw_items_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from appliance.grammar import Grammar
     from appliance.server.model_state import ModelState
-    from appliance.server.openai_responses.history import History
+    from appliance.server.openai_responses.history import ReadInput
     from appliance.server.openai_responses.schema import TextConfig
     from appliance.server.state import ServerState
 
@@ -133,16 +133,16 @@ async def _chat(
     body: ResponsesRequest,
     owner: str,
     size: int,
-) -> tuple[Conversation, History]:
+) -> tuple[Conversation, ReadInput]:
     """Make the conversation of a request of `size` bytes, and what it continues."""
-    reader = HistoryReader(store, owner, body, max_bytes=server.config.max_body_bytes)
+    reader = InputReader(store, owner, body, max_bytes=server.config.max_body_bytes)
     size += reader.size
     history = await state.texts.run(reader.read, owner=owner, size=size)
     make = partial(_conversation, body, history)
     return await conversation(state, make, owner, size), history
 
 
-def _conversation(body: ResponsesRequest, history: History) -> Conversation:
+def _conversation(body: ResponsesRequest, history: ReadInput) -> Conversation:
     return Conversation(
         sampling=SamplingFields(
             model=body.model,
