@@ -235,7 +235,7 @@ class Answer:
                     choice.reported.append((piece.all_parts, piece.tokens))
                 if piece.finish_reason is not None:
                     choice.finish_reason = piece.finish_reason.value
-                    choice.stopped_by = piece.stopped_by
+                    choice.stopped_by, choice.cuts_call = piece.stopped_by, piece.cuts_call
         for choice, parts in zip(choices, texts, strict=True):
             choice.text = "".join(parts)
         sampling, likelihoods = self._sampling, [choice.likelihood for choice in self._choices]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.best_of import Likelihood
+from appliance.dialects import CallArguments
 from appliance.engine.request import FinishReason
 from appliance.server.pieces import Piece
 
@@ -33,6 +36,7 @@ class AnswerChoice:
         self._reader = reader
         self._ends = ends
         self._held: list[TokenLogprobs] = []  # of text that is not final
+        self._arguments: list[str] = []  # of the call that the text ends with
         self.likelihood = Likelihood()
         self.ended = False
         self.reasoning_tokens = 0
@@ -60,7 +64,16 @@ class AnswerChoice:
         if self._held:
             tokens, self._held = tuple(self._held), []
         stopped_by = "" if reason is None else self._text.stopped_by
-        return Piece(self._number, text, tokens, reason, parts, stopped_by, completion_tokens)
+        return Piece(
+            self._number,
+            text,
+            tokens,
+            reason,
+            parts,
+            stopped_by,
+            completion_tokens,
+            cuts_call=bool(stopped_by) and self._is_calling(),
+        )
 
     def _read(
         self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None
@@ -70,9 +83,27 @@ class AnswerChoice:
         parts = reader.push(text)
         if thought or reader.thinking:
             self.reasoning_tokens += num_tokens
-        if reason is not None:
+        # Before the reader finishes, which ends half a call too.
+        if reader.ended:
+            reason = FinishReason.STOP
+        elif reason is not None:
             parts += reader.finish(cut=reason is not FinishReason.STOP)
-        return tuple(parts), FinishReason.STOP if reader.ended else reason
+        for part in parts:
+            if isinstance(part, CallArguments):
+                self._arguments.append(part.text)
+            else:
+                self._arguments.clear()
+        return tuple(parts), reason
+
+    def _is_calling(self) -> bool:
+        """Return True if the text ends inside a call's arguments."""
+        if not self._arguments:
+            return False
+        try:
+            msgspec.json.decode("".join(self._arguments))
+        except (msgspec.DecodeError, RecursionError):
+            return True
+        return False
 
     def _shown(
         self, delta: SequenceDelta, logprobs: tuple[TokenLogprobs, ...]

@@ -83,7 +83,9 @@ def whole_chat(
                 logprobs=chat_logprobs(whole.tokens, exchange.tokenizer)
                 if exchange.logprobs
                 else None,
-                finish_reason=reason_of(whole.finish_reason, called=bool(message.tool_calls)),
+                finish_reason=reason_of(
+                    whole.finish_reason, called=bool(message.tool_calls) and not whole.cuts_call
+                ),
                 cumulative_logprob=whole.cumulative_logprob,
             )
         )

@@ -59,7 +59,8 @@ class ChoiceFrames:
         for part in parts:
             frames += self._part(part)
         if piece.finish_reason is not None:
-            reason = reason_of(piece.finish_reason.value, called=self._calls > 0)
+            called = self._calls > 0 and not piece.cuts_call
+            reason = reason_of(piece.finish_reason.value, called=called)
             frames += self._one(ChatDelta(), None, reason)
         return frames
 

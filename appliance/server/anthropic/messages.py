@@ -95,6 +95,8 @@ def stop_delta(
     if reason == FinishReason.LENGTH.value:
         full = answer.completion_tokens < max_tokens
         return StopDelta("model_context_window_exceeded" if full else "max_tokens", None)
+    if reason != FinishReason.STOP.value:
+        return StopDelta("max_tokens", None)
     if stopped_by:
         return StopDelta("stop_sequence", stopped_by)
     return StopDelta("tool_use" if called else "end_turn", None)

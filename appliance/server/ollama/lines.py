@@ -170,7 +170,7 @@ class LineStream(Generic[LineT]):
         answer = self._answer
         seconds = answer.seconds
         line.done = True
-        line.done_reason = reason if reason == FinishReason.LENGTH.value else "stop"
+        line.done_reason = "stop" if reason == FinishReason.STOP.value else "length"
         line.total_duration = round(seconds.total * NANOSECONDS)
         line.load_duration = 0
         line.prompt_eval_count = answer.prompt_tokens

@@ -89,7 +89,7 @@ class Responding:
             yield part, logprobs
 
     def status_of(self, reason: str) -> Status:
-        return "incomplete" if reason == FinishReason.LENGTH.value else "completed"
+        return "completed" if reason == FinishReason.STOP.value else "incomplete"
 
     def end(self, answer: Answer, reason: str) -> ResponseObject:
         response = self.response

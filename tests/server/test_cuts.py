@@ -1,0 +1,217 @@
+"""An answer that is cut says so: by every reason, on every protocol, wherever the cut is.
+
+The right values are of the protocols' documents. OpenAI: `length` is the token limit, `stop` a stop
+string, `tool_calls` a call that was made; a response is `incomplete`. Anthropic: `max_tokens`,
+`model_context_window_exceeded`, `stop_sequence`. Ollama: `length` and `stop`.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import openai
+import pytest
+from echo_templates import TOOLS
+from pydantic import BaseModel
+
+from appliance.engine.messages import SequenceDelta
+from appliance.engine.request import FinishReason
+from appliance.output import ChoiceText
+from appliance.server.answer_choice import AnswerChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.tokenizer import Tokenizer
+    from tests.server.conftest import Running, Serve
+
+TEXT = (
+    "<think>\nHm, well.\n</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+)
+STOPS = {"thought": "well", "content": "see", "arguments": "slo"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "ollama": "/api/chat",
+}
+CUT = {  # by reason
+    "limit": {
+        "chat": "length",
+        "responses": "incomplete",
+        "messages": "max_tokens",
+        "ollama": "length",
+    },
+    "context": {
+        "chat": "length",
+        "responses": "incomplete",
+        "messages": "model_context_window_exceeded",
+        "ollama": "length",
+    },
+    "stop": {"chat": "stop", "messages": "stop_sequence", "ollama": "stop"},
+    "timeout": {"chat": "timeout"},
+    "": {"chat": "tool_calls", "responses": "completed", "messages": "tool_use", "ollama": "stop"},
+}
+# Choice of a tool, and whether several calls may come.
+CHOICES = [
+    (choice, several) for choice, several in product(("auto", "required", "named"), (True, False))
+]
+
+
+@pytest.fixture
+def tokenizer(tokenizer_with: Callable[[str], Tokenizer]) -> Tokenizer:
+    return tokenizer_with(TOOLS)
+
+
+def body_of(protocol: str, choice: str, several: bool, stop: str, **fields: Any) -> dict[str, Any]:
+    turn = {"role": "user", "content": TEXT}
+    function = {"name": "weather", "description": "Now.", "parameters": SCHEMA}
+    if protocol == "chat":
+        named = {"type": "function", "function": {"name": "weather"}}
+        return {
+            "messages": [turn],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": named if choice == "named" else choice,
+            "parallel_tool_calls": several,
+            **({"stop": stop} if stop else {}),
+            **fields,
+        }
+    if protocol == "responses":
+        return {
+            "input": TEXT,
+            "tools": [{"type": "function", **function}],
+            "tool_choice": {"type": "function", "name": "weather"} if choice == "named" else choice,
+            "parallel_tool_calls": several,
+            **fields,
+        }
+    if protocol == "messages":
+        kind = {"auto": "auto", "required": "any", "named": "tool"}[choice]
+        asked = {"type": kind, "disable_parallel_tool_use": not several}
+        return {
+            "model": "echo",
+            "max_tokens": 400,
+            "messages": [turn],
+            "tools": [{"name": "weather", "description": "Now.", "input_schema": SCHEMA}],
+            "tool_choice": {**asked, "name": "weather"} if choice == "named" else asked,
+            **({"stop_sequences": [stop]} if stop else {}),
+            **fields,
+        }
+    return {
+        "model": "echo",
+        "messages": [turn],
+        "tools": [{"type": "function", "function": function}],
+        "options": {**({"stop": [stop]} if stop else {}), **fields.pop("options", {})},
+        **fields,
+    }
+
+
+def limited(protocol: str, tokens: int) -> dict[str, Any]:
+    if protocol == "ollama":
+        return {"options": {"num_predict": tokens}}
+    return {"max_output_tokens" if protocol == "responses" else "max_tokens": tokens}
+
+
+async def end_of(running: Running, protocol: str, body: dict[str, Any], *, stream: bool) -> str:
+    """Ask, and return the reason that the answer ends with."""
+    response = await running.http.post(PATHS[protocol], json={**body, "stream": stream})
+    assert response.status_code == 200, response.text
+    data = [
+        json.loads(line.removeprefix("data: "))
+        for line in response.text.splitlines()
+        if line.startswith(("data: {", "{"))
+    ]
+    if protocol == "chat":
+        reasons = [choice["finish_reason"] for one in data for choice in one["choices"]]
+        return str(next(filter(None, reasons)))
+    if protocol == "responses":
+        whole = data[-1]["response"] if stream else data[-1]
+        if whole["status"] == "incomplete":
+            assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert whole["output"][-1]["status"] == "incomplete"
+        return str(whole["status"])
+    if protocol == "messages":
+        deltas = [one["delta"]["stop_reason"] for one in data if one["type"] == "message_delta"]
+        return str(deltas[0] if stream else data[-1]["stop_reason"])
+    return str(data[-1]["done_reason"])
+
+
+async def test_a_cut_stays_a_cut(serve: Serve, tokenizer: Tokenizer) -> None:
+    wrong = []
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        supervisor = running.engine._supervisor
+        info = supervisor.info
+        assert info is not None
+        for protocol, (choice, several) in product(PATHS, CHOICES):
+            first = body_of(protocol, choice, several, "")
+            whole = await running.http.post(PATHS[protocol], json={**first, "stream": False})
+            of = whole.json()
+            usage = of.get("usage", of)
+            names = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+            prompt = next(usage[name] for name in names if name in usage)
+            if protocol == "messages":
+                prompt += usage["cache_read_input_tokens"]
+            for place, stop in STOPS.items():
+                tokens = TEXT.index(stop) + 1
+                for reason in ("limit", "context", "stop", ""):
+                    if protocol not in CUT[reason]:
+                        continue
+                    fields = limited(protocol, tokens) if reason == "limit" else {}
+                    body = body_of(
+                        protocol, choice, several, stop if reason == "stop" else "", **fields
+                    )
+                    length = prompt + tokens if reason == "context" else info.context_length
+                    supervisor.info = msgspec.structs.replace(info, context_length=length)
+                    for stream in (False, True):
+                        found = await end_of(running, protocol, body, stream=stream)
+                        if found != CUT[reason][protocol]:
+                            case = (protocol, choice, several, reason, place, stream)
+                            wrong.append((*case, found))
+                    supervisor.info = info
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.LENGTH])
+def test_the_engine_s_reason_stays(tokenizer: Tokenizer, reason: FinishReason) -> None:
+    """A time that is over cuts like a limit, whoever must call and however often."""
+    before, _ = TEXT.encode().split(b"slo")
+    for one_call, must_call in product((False, True), repeat=2):
+        reader = tokenizer.dialect.reader(
+            {"weather": SCHEMA}, one_call=one_call, must_call=must_call
+        )
+        choice = AnswerChoice(0, ChoiceText(tokenizer, ()), reader, ())
+        choice.push(SequenceDelta(request_id="r", token_ids=tuple(before)), 1)
+        piece = choice.push(SequenceDelta(request_id="r", finish_reason=reason), 1)
+        assert piece is not None
+        assert piece.finish_reason is reason
+
+
+async def test_a_stop_string_behind_the_arguments_leaves_the_call_whole(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        for (choice, several), stream in product(CHOICES, (False, True)):
+            body = body_of("chat", choice, several, "</tool_call>")
+            assert await end_of(running, "chat", body, stream=stream) == "tool_calls"
+
+
+class Weather(BaseModel):
+    """Arguments, as openai's parser reads them."""
+
+    city: str
+
+
+async def test_openai_names_a_cut_call_by_its_own_error(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        with pytest.raises(openai.LengthFinishReasonError):
+            await running.openai.chat.completions.parse(
+                model="echo",
+                messages=[{"role": "user", "content": TEXT}],
+                tools=[openai.pydantic_function_tool(Weather, name="weather")],
+                tool_choice={"type": "function", "function": {"name": "weather"}},
+                max_tokens=TEXT.index("slo"),
+            )
