@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 BURST = 10  # different wrong keys from an address at once
 SECONDS_PER_GUESS = 6.0  # until an address may try another
+PAUSE_SECONDS = 1.0  # before a key from an address that guesses is compared
 _MAX_ADDRESSES = 4096
-_MAX_REMEMBERED = 64  # wrong keys per address
+_MAX_REMEMBERED = 64  # wrong keys per address, and right ones
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedWarningFilter(600.0))
@@ -34,6 +35,7 @@ logger.addFilter(RepeatedWarningFilter(600.0))
 class _Guesser:
     guesses: Bucket
     wrong: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # digests, oldest first
+    right: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # since it guesses
 
 
 class WrongKeyLimit:
@@ -52,6 +54,21 @@ class WrongKeyLimit:
         guesser = self._guessers.get(address)
         if guesser is not None and (seconds := guesser.guesses.seconds_until(1)):
             raise TooManyWrongKeysError(seconds)
+
+    def is_guessing(self, address: str) -> bool:
+        guesser = self._guessers.get(address)
+        return guesser is not None and bool(guesser.guesses.seconds_until(1))
+
+    def accept(self, address: str, digest: bytes) -> None:
+        """Remember a right key of an address from which others guess."""
+        if (guesser := self._guessers.get(address)) is not None:
+            guesser.right[digest] = None
+            if len(guesser.right) > _MAX_REMEMBERED:
+                guesser.right.popitem(last=False)
+
+    def knows(self, address: str, digest: bytes) -> bool:
+        guesser = self._guessers.get(address)
+        return guesser is not None and digest in guesser.right
 
     def note(self, address: str, digest: bytes) -> None:
         """Count a wrong key from an address."""
@@ -85,6 +102,18 @@ class KeyCheck:
         self._known = known
         self._limit = limit or WrongKeyLimit()
 
+    def pause(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> float:
+        """Return the seconds to wait before `check`; 0 unless somebody at the address guesses.
+
+        Wrong keys so delay a right one and never refuse it, and each guess holds a connection. A
+        key that was right from there meanwhile is not delayed again.
+        """
+        network = _network(address)
+        if not self._known() or not self._limit.is_guessing(network):
+            return 0.0
+        digests = [digest_of(key) for key in (*map(_bearer_key, authorization), *api_keys)]
+        return 0.0 if all(self._limit.knows(network, one) for one in digests) else PAUSE_SECONDS
+
     def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
         """Compare keys with all known ones in constant time.
 
@@ -105,12 +134,14 @@ class KeyCheck:
         if not keys:
             raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
         network = _network(address)
-        self._limit.check(network)
         digests = [digest_of(key) for key in keys]
         # All must be valid and the same holder's: a second header is no second guess.
         holders = {digest: _holder(known, digest) for digest in digests}
         if len(found := set(holders.values())) == 1 and (holder := found.pop()):
-            return holder
+            for digest in digests:
+                self._limit.accept(network, digest)
+            return holder  # whoever else guesses at this address
+        self._limit.check(network)
         for digest, name in holders.items():
             if not name:
                 self._limit.note(network, digest)

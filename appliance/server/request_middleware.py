@@ -6,6 +6,7 @@ alone, so no new route is open by accident.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import TYPE_CHECKING
@@ -87,11 +88,14 @@ class RequestMiddleware:
             if scope["path"] not in OPEN_PATHS:
                 if foreign is None:
                     check_site(headers.getlist("sec-fetch-site"))
-                name = self._keys.check(
+                given = (
                     headers.getlist("authorization"),
                     headers.getlist("x-api-key"),
                     scope["client"][0] if scope.get("client") else "",
                 )
+                if seconds := self._keys.pause(*given):
+                    await asyncio.sleep(seconds)
+                name = self._keys.check(*given)
                 scope["state"][_KEY_NAME] = name
         except RequestError as error:
             await error_response(error, scope)(scope, receive, send_with_id)
