@@ -11,6 +11,7 @@ It takes a quarter of BLAKE2b's processor time, which was half of the time to wr
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import zlib
 from typing import TYPE_CHECKING
@@ -46,8 +47,11 @@ def read_block_file(path: Path, fingerprint: bytes, content: bytes, size: int) -
         OSError: it cannot be read.
     """
     head, data, beyond = bytearray(HEADER_BYTES), bytearray(size), bytearray(1)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # Not blocking: opening a FIFO would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ForeignBlockError(f"{path} is no regular file")
         # A read that a signal cuts short counts as damage: a harmless miss.
         num_read = os.readv(descriptor, [head, data, beyond])
     finally:

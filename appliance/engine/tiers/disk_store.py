@@ -106,7 +106,8 @@ class DiskStore:
         space = os.statvfs(self.root)
         reserve = min(MAX_RESERVE, space.f_blocks * space.f_frsize // 20)
         if space.f_bavail * space.f_frsize < reserve + len(data):
-            raise OSError(errno.ENOSPC, f"less than {reserve >> 20} MiB would stay free")
+            room = f"{reserve >> 20} MiB" if reserve >> 20 else f"{reserve >> 10} KiB"
+            raise OSError(errno.ENOSPC, f"less than {room} would stay free")
         try:
             write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
         except FileNotFoundError:  # someone removed the folder

@@ -77,6 +77,18 @@ def test_blocks_come_back_also_for_the_next_server(tmp_path: Path) -> None:
     assert (again.counters.read, again.counters.corrupt) == (1, 0)
 
 
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv")
+    write(store, 1, 2, 3)
+    for number in (1, 2):
+        path_of(store, number).unlink()
+    os.mkfifo(path_of(store, 1))
+    path_of(store, 2).mkdir()
+    assert store.read(content_of(1)) is store.read(content_of(2)) is None
+    assert store.read(content_of(3)) == data_of(3)
+    assert store.counters.corrupt == 2
+
+
 def test_only_this_user_reads_them(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
