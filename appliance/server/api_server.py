@@ -74,8 +74,9 @@ class ApiServer:
     ) -> None:
         """Serve until `stop`, or a signal if `signals`."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
-            loop.add_signal_handler(number, self.stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signals else ():
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                loop.add_signal_handler(number, self.stop)
         first = next((one for one in self.state.models if not one.is_missing), self.state.default)
         await first.engine.prepare()
         loading = asyncio.create_task(self._load(on_progress))

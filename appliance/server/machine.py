@@ -56,7 +56,8 @@ class MachineProbe:
         if reading is not None:
             await asyncio.wait({reading}, timeout=PATIENCE_SECONDS)
             if reading.done() and reading is self._reading:
-                self.latest, self._reading = reading.result(), None
+                self._reading = None  # even if it failed: the next call tries again
+                self.latest = reading.result()
         return self.latest
 
     def _read(self, now: float, engine_pids: set[int], tokens: int) -> Machine:

@@ -45,7 +45,7 @@ def run_server(
 ) -> int:
     """Serve until a signal ends it.
 
-    SIGTERM and SIGINT drain running streams; a second signal ends at once.
+    SIGTERM, SIGINT and SIGHUP drain running streams; a second signal ends at once.
 
     Args:
         found: the models of `settings.served`; loads the first that loads now, others on request,

@@ -94,5 +94,13 @@ class EngineProcess:
             raise
         code = await ended
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {_name_of(-code)}"
         return f"exited with code {code}"
+
+
+def _name_of(number: int) -> str:
+    """Return a signal's name; most real-time signals have only a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -234,17 +234,29 @@ class Supervisor:
 
     async def _keep_alive(self, load: MakeLoad) -> None:
         while True:
-            error = await self._serve()
-            if self.state is EngineState.ASLEEP:
-                await self._sleep(load)
-                continue
-            # Set the state first: on_death must not submit to the dead process.
-            self.state = EngineState.RESTARTING
-            self.reason = str(error)
-            self._on_death(error)
-            await self._restart(load, error)
-            logger.info("the engine is back, restart %d", self.restarts)
-            self._on_ready()
+            try:
+                await self._serve_once(load)
+            except Exception as error:
+                logger.exception("supervising the engine failed; another process is started")
+                self.state = EngineState.RESTARTING
+                self._tell_outage(error)
+                await self._end_process()
+                await self._restart(load, error)
+                self._on_ready()
+
+    async def _serve_once(self, load: MakeLoad) -> None:
+        """Serve with one process until it has ended, then sleep or start the next."""
+        error = await self._serve()
+        if self.state is EngineState.ASLEEP:
+            await self._sleep(load)
+            return
+        # Set the state first: on_death must not submit to the dead process.
+        self.state = EngineState.RESTARTING
+        self.reason = str(error)
+        self._on_death(error)
+        await self._restart(load, error)
+        logger.info("the engine is back, restart %d", self.restarts)
+        self._on_ready()
 
     async def _sleep(self, load: MakeLoad) -> None:
         """Wait for `wake`, then start a process for the requests that have arrived."""

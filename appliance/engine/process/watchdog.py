@@ -59,7 +59,11 @@ class Watchdog:
             await sleep(look)
             heard, self._heard = self._heard, False
             before = self.verdict
-            self.verdict = watch.look(heard=heard, busy=busy(), read=read)
+            try:
+                self.verdict = watch.look(heard=heard, busy=busy(), read=read)
+            except Exception:
+                logger.exception("looking at the engine process failed; the next look tries again")
+                continue
             self.responsive = self.verdict is Verdict.ALIVE
             if self.verdict is not before:
                 logger.warning("the engine process: %s", self.verdict.value)

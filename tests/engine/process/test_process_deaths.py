@@ -50,6 +50,37 @@ async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
         assert not psutil.pid_exists(first_process)
 
 
+async def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    async with running("holds_at=20") as client:
+        generation = client.generate(request(1, max_tokens=19))
+        await anext(generation)
+        assert client.pid is not None
+        os.kill(client.pid, 40)  # a real-time signal
+        with pytest.raises(EngineDiedError, match="signal 40"):
+            async for _ in generation:
+                pass
+        await generation.aclose()
+        await until(lambda: client.state is EngineState.READY)
+
+
+async def test_a_supervisor_that_fails_starts_another_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as client:
+        supervisor, first = client._supervisor, client.pid
+        assert first is not None
+
+        def broken(error: object) -> None:
+            supervisor._on_death = client._on_death
+            raise ValueError("nobody thought of this")
+
+        monkeypatch.setattr(supervisor, "_on_death", broken)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.state is EngineState.READY and client.pid != first)
+        assert "supervising the engine failed" in caplog.text
+        assert await tokens(client, request(5, max_tokens=1)) == [5]
+
+
 async def test_each_process_is_told_the_vocabulary_before_its_first_grammar() -> None:
     async with running() as client:
         client.vocabulary = Vocabulary((b"a", b"b"), ())
