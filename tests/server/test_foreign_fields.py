@@ -91,9 +91,11 @@ async def test_no_field_of_another_protocol_is_lost(serve: Serve) -> None:
     # What this server takes beyond the protocol, by its document, and what changes nothing there.
     more = {
         "/v1/chat/completions": {
+            "repeat_last_n",
             *("top_k", "min_p", "best_of", "repeat_penalty", "think", "reasoning", "thinking"),
         },
         "/v1/completions": {
+            "repeat_last_n",
             *("top_k", "min_p", "repeat_penalty", "response_format"),
             *("reasoning_effort", "think", "reasoning", "thinking"),
         },
