@@ -101,21 +101,21 @@ class EmbeddingRecipe:
         pooling: the hidden states that make the vector. The default is the last token's, as in
             vLLM: the prefix cache serves it, and it finds 15 of 16 paraphrases with SmolLM2 (the
             mean 14), all with Gemma 3 270M (as does the mean).
-        dense: linears after the pooling, in turn.
         normalize: to length 1.
         source: the file that defines it; empty for the default.
         prompts: prefixes of texts by name, such as query and document.
         default_prompt: name of the prefix of texts of no stated kind.
         refused: why the model gives no vectors; empty if it does.
+        dense: linears after the pooling, in turn, before the length is made 1.
     """
 
     pooling: Pooling = Pooling.LAST
-    dense: tuple[DenseStep, ...] = ()
     normalize: bool = True
     source: str = ""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     refused: str = ""
+    dense: tuple[DenseStep, ...] = ()
 
     def width(self, hidden_size: int) -> int:
         """Return the length of a vector that is made of so many pooled states."""
@@ -214,7 +214,7 @@ def _of_gguf_encoder(
         for number in (2, 3)
         if metadata.get(f"{architecture}.dense_{number}_feat_out")
     )
-    return RetrievalRecipe(EmbeddingRecipe(_GGUF_POOLING[kind], dense, source=source))
+    return RetrievalRecipe(EmbeddingRecipe(_GGUF_POOLING[kind], dense=dense, source=source))
 
 
 def _gguf_matrix(path: Path, name: str) -> NDArray[np.float32]:
