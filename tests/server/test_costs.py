@@ -544,7 +544,7 @@ def parts_of_an_answer(shape: Any, size: int) -> Callable[[], object]:
 
     def build() -> None:
         messages._blocks(parts)
-        output = OutputItems({}, short_ids=False, carries=True)
+        output = OutputItems({}, {}, short_ids=False, carries=True)
         for part in parts:
             output.push(part)
         output.close("completed")
