@@ -15,9 +15,8 @@ from appliance.engine.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import read_header
 from appliance.model.encoder.families import ENCODERS
-from appliance.model.encoder.from_decoder import GGUF_RELATIVES
 from appliance.model.encoder.gguf_families import GGUF_ENCODERS
-from appliance.model.families.registry import TWO_WAY_RELATIVES
+from appliance.model.families.registry import GGUF_RELATIVES, TWO_WAY_RELATIVES
 from appliance.retrieval_recipe import ENCODERS as KNOWN_ENCODERS
 from appliance.retrieval_recipe import GGUF_ENCODERS as KNOWN_GGUF_ENCODERS
 from appliance.retrieval_recipe import NOTHING_SAID, recipe_of_folder, recipe_of_gguf

@@ -18,6 +18,7 @@ from appliance.model.encoder.gguf_families import check_pooling
 from appliance.model.families.class_defaults import class_defaults
 from appliance.model.families.registry import (
     FAMILIES,
+    GGUF_RELATIVES,
     TWO_WAY_KEYS,
     TWO_WAY_RELATIVES,
     looks_both_ways,
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, LayerSpec
 
-# GGUF architectures that are another one but for the direction of attention, by label; EXAONE's
-# files have Llama's rows in the order of checkpoints.
-GGUF_RELATIVES = {"gemma-embedding": "gemma3", "llama-embed": "llama", "eurobert": "exaone"}
 # Settings of such files that their decoder's family does not know.
 _READ_HERE = ("attention.causal", "classifier.pooling_type")
 

@@ -39,6 +39,7 @@ class GGUFMapping:
             `gguf_gated_delta`.
         other_names: for files whose first layer's norm has another name.
         own_names: Hugging Face names for tensors that only GGUF files split; None: the family's.
+        two_way: labels of files that are this family's but for attention in both directions.
         is_of: tells by a file's settings if it is of this family, for families that share an
             architecture. The last one in the registry is asked first.
     """
@@ -51,6 +52,7 @@ class GGUFMapping:
     tiled_values: bool = False
     other_names: TensorNames | None = None
     own_names: TensorNames | None = None
+    two_way: tuple[str, ...] = ()
     is_of: Callable[[Mapping[str, Any]], bool] = _any
 
 

@@ -126,5 +126,5 @@ GEMMA3 = Family(
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
     ),
-    gguf=GGUFMapping("gemma3", _gguf, GGUF_NAMES, norm_shift=1.0),
+    gguf=GGUFMapping("gemma3", _gguf, GGUF_NAMES, norm_shift=1.0, two_way=("gemma-embedding",)),
 )

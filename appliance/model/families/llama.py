@@ -80,7 +80,7 @@ LLAMA = Family(
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
     read=_read,
     covers=_is_llama,
-    gguf=GGUFMapping("llama", _gguf, GGUF_NAMES, interleaved_rope=True),
+    gguf=GGUFMapping("llama", _gguf, GGUF_NAMES, interleaved_rope=True, two_way=("llama-embed",)),
 )
 EXAONE = Family(
     name="exaone",
@@ -99,7 +99,8 @@ EXAONE = Family(
         gate_up=("mlp.c_fc_0", "mlp.c_fc_1"),
         down="mlp.c_proj",
     ),
-    gguf=GGUFMapping("exaone", _gguf_exaone, GGUF_NAMES),
+    # EuroBERT is Llama, but its files have Llama's rows in the order of checkpoints.
+    gguf=GGUFMapping("exaone", _gguf_exaone, GGUF_NAMES, two_way=("eurobert",)),
 )
 ARCEE = Family(
     name="arcee",

@@ -144,6 +144,13 @@ FAMILIES: tuple[Family, ...] = (
 
 # Two-way classes that are another one but for their defaults, by model_type.
 TWO_WAY_RELATIVES = {"eurobert": "llama"}
+# GGUF architectures that are another one but for the direction of attention, by label.
+GGUF_RELATIVES = {
+    label: family.gguf.architecture
+    for family in FAMILIES
+    if family.gguf is not None
+    for label in family.gguf.two_way
+}
 TWO_WAY_KEYS = (("use_bidirectional_attention", True), ("is_causal", False))
 _BASE_CLASSES = ("{}Model", "{}TextModel")
 
@@ -156,8 +163,10 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     """
     architectures = _architectures(config)
     if only_reads(config):
+        said = [key for key, value in TWO_WAY_KEYS if config.get(key) is value]
+        why = f", as {said[0]} is {str(config[said[0]]).lower()}" if said else ""
         raise UnsupportedModelError(
-            f"architecture {', '.join(map(str, architectures))} reads texts and writes none: "
+            f"architecture {', '.join(map(str, architectures))} reads texts and writes none{why}: "
             "`appliance serve` serves its embeddings, and nothing else can be done with it here"
         )
     of_name = [f for f in FAMILIES if any(name in f.architectures for name in architectures)]
