@@ -40,7 +40,7 @@ def is_endless(schema: Any, resolve: Resolve) -> bool:
 
 
 class _Round:
-    """What is finite if the references known so far are, and no others."""
+    """Tells which references are finite, if those known so far are and no others."""
 
     def __init__(self, finite: Mapping[str, bool], resolve: Resolve) -> None:
         self.left = MAX_LOOKED_AT

@@ -87,7 +87,7 @@ class LocalShellCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="lo
 
 
 class PatchOperation(msgspec.Struct, kw_only=True):
-    """What happens to a file."""
+    """A change of a file."""
 
     type: str = "update_file"
     path: str = ""
