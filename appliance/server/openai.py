@@ -120,7 +120,7 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
         state,
         body,
         prompts,
-        limit_of(body, "max_tokens", "n_predict"),
+        limit_of(body.max_tokens, body.n_predict),
         body.logprobs,
         prefix="cmpl-",
         param="prompt",

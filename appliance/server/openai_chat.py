@@ -23,10 +23,14 @@ async def answer_chat(
     state: ModelState, body: ChatRequest, owner: str, *, request_id: str, size: int = 0
 ) -> tuple[Answer, Exchange]:
     """Prepare the answer to a chat of `size` bytes; errors are those of `begin_chat`."""
-    names = ("max_completion_tokens", "max_tokens", "n_predict")
-    if zero := next((name for name in names if getattr(body, name) == 0), None):
+    limits = {
+        "max_completion_tokens": body.max_completion_tokens,
+        "max_tokens": body.max_tokens,
+        "n_predict": body.n_predict,
+    }
+    if zero := next((name for name, limit in limits.items() if limit == 0), None):
         raise RequestError(f"{zero} must be at least 1, or -1 for as many as fit", param=zero)
-    asked = limit_of(body, *names)
+    asked = limit_of(*limits.values())
     begins_answer, continues = ending_of(body)
     effort, thought_tokens = asked_thinking(body)
 

@@ -22,9 +22,8 @@ RANDOM_SEED = -1  # in vLLM, llama.cpp and Ollama
 NO_LIMIT = -1  # of an answer's tokens, in llama.cpp and LM Studio
 
 
-def limit_of(fields: SamplingFields, *names: str) -> int | None:
-    """Return the first of these fields that is given, as an answer's token limit."""
-    given = (getattr(fields, name) for name in names)
+def limit_of(*given: int | None) -> int | None:
+    """Return the first of these that is given, as an answer's token limit."""
     found = next((value for value in given if value is not None), None)
     return found if found is None else max(NO_LIMIT, found)
 

@@ -103,6 +103,8 @@ class FloatTensors(TensorReader):
 
     def linears(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
         """Read the rows of all sources as one part."""
+        if not sources:
+            return []
         names = [self.names.in_layer(index, source) for source in sources]
         shapes = [self._source.weights.shape(f"{name}.weight") for name in names]
         rows = sum(shape[0] for shape in shapes)

@@ -43,6 +43,7 @@ class RowSteps:
         self._is_recurrent = spec.state_bytes > 0
         self._backend = backend
         self._device = device
+        self._chunks = spec.chunks
         self._ropes = tuple(Rope.of(kind, row_tokens, device) for kind in distinct_ropes(spec))
         self._steps: dict[tuple[int, bool], Step] = {}
 
@@ -69,6 +70,12 @@ class RowSteps:
         return Step(
             batch=batch,
             attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
+            chunked_work={
+                chunk: self._backend.plan_attention(
+                    batch.within_chunks(chunk, BLOCK_SIZE), BLOCK_SIZE
+                )
+                for chunk in self._chunks
+            },
             rotations=tuple(rope.rotation(positions) for rope in self._ropes),
             query_scales=tuple(rope.query_scale(positions) for rope in self._ropes),
             spans=StateSpans.of(batch) if self._is_recurrent else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ def request(*prompt: int, **sampling: Any) -> Request:
 
 async def tokens(client: EngineClient, asked: Request) -> list[int]:
     found: list[int] = []
-    async with aclosing(client.generate(asked)) as deltas:
+    with closing(client.generate(asked)) as deltas:
         async for delta in deltas:
             found += delta.token_ids
     return found

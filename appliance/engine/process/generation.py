@@ -112,9 +112,6 @@ class Generation(AsyncIterator[SequenceDelta]):
         self._open.clear()
         self._client.forget(self, complete=complete)
 
-    async def aclose(self) -> None:
-        self.close()
-
     def move(self, client: Submitter) -> None:
         """Belong to another client from now on."""
         self._client = client

@@ -108,7 +108,10 @@ class Judge:
             can_write = self._reads(first.deep_copy(), its_own.deep_copy(), example["data"])
             found["examples"] += 1
             if example["valid"] and not can_write:
-                closed = _is_wrong(example["data"], close_objects(content["schema"]))
+                closed = _is_wrong(
+                    example["data"],
+                    close_objects(content["schema"], len(json.dumps(content["schema"]))),
+                )
                 found["closed" if closed else "refused"] += 1
             found["let_through"] += can_write and not example["valid"]
         wrong = found["closed"] + found["refused"] + found["let_through"]

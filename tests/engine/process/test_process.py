@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import aclosing
+from contextlib import closing
 
 import psutil
 import pytest
@@ -41,7 +41,7 @@ async def test_deltas_progress_info_and_block_metadata() -> None:
         assert info.eos_token_ids == (EOS,)
         assert client.metadata is not None
         assert len(client.metadata) == info.num_blocks
-        async with aclosing(client.generate(request(5, 6, 7, max_tokens=4))) as deltas:
+        with closing(client.generate(request(5, 6, 7, max_tokens=4))) as deltas:
             found = [await anext(deltas)]
             assert any(client.metadata), "the running sequence owns a block"
             found += [delta async for delta in deltas]
@@ -102,12 +102,12 @@ async def test_closing_early_frees_blocks_queued_in_prefill_and_decoding() -> No
         queued = client.generate(request(2))
         await until(lambda: client.num_running == 1 and client.num_waiting == 1)
         steps = client.stats.steps_total
-        await queued.aclose()
-        await decoding.aclose()
+        queued.close()
+        decoding.close()
         await until(lambda: idle(client))
         prefilling = client.generate(request(*[3] * 400))
         await until(lambda: client.num_running == 1)
-        await prefilling.aclose()
+        prefilling.close()
         await until(lambda: client.stats.aborted_total == 3 and idle(client))
         assert client.stats.steps_total > steps
         assert client.stats.prompt_tokens_total == 401  # the queued one was never looked at
@@ -138,14 +138,14 @@ async def test_a_consumer_catches_up_without_waiting_and_sees_errors_last() -> N
         assert generation.backlog == 0
         with pytest.raises(EngineDiedError, match="SIGKILL"):
             await anext(generation)
-        await generation.aclose()
+        generation.close()
         assert generation.ready() is None
 
 
 async def test_one_choice_ends_and_the_other_goes_on() -> None:
     async with running("step_seconds=0.005") as client:
         found: dict[int, int] = {0: 0, 1: 0}
-        async with aclosing(client.generate(request(1, 2, n=2, max_tokens=20))) as deltas:
+        with closing(client.generate(request(1, 2, n=2, max_tokens=20))) as deltas:
             async for delta in deltas:
                 found[delta.index] += 1
                 if delta.index == 0:

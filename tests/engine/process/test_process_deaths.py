@@ -37,7 +37,7 @@ async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
             with pytest.raises(EngineDiedError, match="SIGKILL"):
                 async for _ in generation:
                     pass
-            await generation.aclose()
+            generation.close()
         assert client.state.value == "restarting"
         with pytest.raises(EngineError, match="restarting"):
             client.generate(request(4))
@@ -59,7 +59,7 @@ async def test_a_signal_without_a_name_is_told_by_its_number() -> None:
         with pytest.raises(EngineDiedError, match="signal 40"):
             async for _ in generation:
                 pass
-        await generation.aclose()
+        generation.close()
         await until(lambda: client.state is EngineState.READY)
 
 
@@ -129,7 +129,7 @@ async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
             with pytest.raises(EngineDiedError):
                 async for _ in stream:
                     pass
-            await stream.aclose()
+            stream.close()
         await until(lambda: client.state is EngineState.READY)
         # All come again, the killer among the first.
         killer = asyncio.create_task(tokens(client, request(DIE)))
@@ -162,12 +162,12 @@ async def test_a_suspect_that_gives_up_makes_way_for_the_next() -> None:
         held = client.generate(second)
         assert held in client._trials
         assert trial not in client._trials
-        await trial.aclose()
+        trial.close()
         assert sum([len(delta.token_ids) async for delta in held]) == 3
-        await held.aclose()
+        held.close()
         waiting, gone = client.generate(first), client.generate(request(3))
-        await gone.aclose()
-        await waiting.aclose()
+        gone.close()
+        waiting.close()
         await until(lambda: idle(client))
 
 
@@ -202,7 +202,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
             with pytest.raises(kind):
                 async for _ in generation:
                     pass
-            await generation.aclose()
+            generation.close()
         await until(lambda: client.restarts >= 3)
         assert client.state.value == "restarting"
         assert "not free yet" in client.reason

@@ -25,7 +25,7 @@ async def test_a_stopped_process_is_replaced(busy: bool) -> None:
         stopped, generation = client.pid, client.generate(request(1, max_tokens=400))
         await anext(generation)
         if not busy:
-            await generation.aclose()
+            generation.close()
             await until(lambda: idle(client))
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)
@@ -34,7 +34,7 @@ async def test_a_stopped_process_is_replaced(busy: bool) -> None:
             with pytest.raises(EngineDiedError, match="was stopped"):
                 async for _ in generation:
                     pass
-            await generation.aclose()
+            generation.close()
         await until(lambda: client.state is EngineState.READY and client.restarts == 1)
         assert client.responsive
         assert client.pid != stopped
@@ -93,7 +93,7 @@ async def test_an_answer_that_is_not_read_is_no_work_of_the_engine(looks: list[V
         await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
         assert not client._quarantine._strikes
         assert [delta.token_ids async for delta in unread] == [(1,), (2,), (1,)]
-        await unread.aclose()
+        unread.close()
         await until(lambda: client.stats.generation_tokens_total == 0)
 
 
