@@ -97,6 +97,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS["dots1"][1] | {"n_group": 1, "topk_group": 1, "sliding_window": None},
     ),
     "ernie4_5_moe": EXPERTS["ernie4_5_moe"],
+    "llama4-everywhere": (
+        "llama4_text",
+        EXPERTS["llama4-two"][1]
+        | {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3, "use_qk_norm": True},
+    ),
+    # The temperature is as files cannot say it.
+    "llama4": ("llama4_text", EXPERTS["llama4"][1] | {"floor_scale": 8192, "attn_scale": 0.1}),
     "falcon": CENTERED["falcon"],
     "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
     "phi": CENTERED["phi"],

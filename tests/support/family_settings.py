@@ -424,6 +424,7 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "ernie4_5-moe": GGUF_EXPERTS | {"expert_shared_count": 1, "leading_dense_block_count": 1,
                                     "interleave_moe_layer_step": 1},
+    "llama4": GGUF_EXPERTS | {"interleave_moe_layer_step": 2},
     "dots1": GGUF_EXPERTS | {"expert_shared_count": 1, "leading_dense_block_count": 1,
                              "expert_weights_norm": True},
     "glm4": {"nextn_predict_layers": 1, "block_count": 3},

@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
+    "llama4_text": "llama4",
 }
 
 
@@ -304,7 +305,17 @@ def _ernie4_5_moe(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _llama4(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "attention.chunk_size": config.attention_chunk_size,
+    } | ({} if "chunked_attention" in config.layer_types else {"attention.sliding_window": 0})
+
+
 _OF_FAMILY = {
+    "llama4_text": _llama4,
     "ernie4_5_moe": _ernie4_5_moe,
     "gpt_neox": _gpt_neox,
     "minicpm3": _minicpm3,
@@ -354,6 +365,8 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     kind, number = config.model_type, [*name.split("."), "", ""][2]
     layer, of_experts, part = name.partition(".experts.")
     is_granite = kind.startswith("granite")
+    if of_experts and kind == "llama4_text":
+        tensor = tensor.mT
     if of_experts and part == "gate_up_proj" and kind not in _MERGED:
         for own, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
             known = f"{layer}.experts.{own}_proj.weight"
@@ -430,10 +443,9 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
         return torch.cat([p.flatten(0, 2) for p in (queries, keys, values)]).view_as(tensor)
     if kind in ("gemma", "gemma2") and name.endswith("norm.weight"):
         return tensor + 1
-    if kind.startswith(_PAIRED) and part in (
-        "q_proj",
-        "k_proj",
-    ):
+    # Checkpoints of Llama 4 have pairs already.
+    is_paired = kind.startswith(_PAIRED) and kind != "llama4_text"
+    if is_paired and part in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
         halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

@@ -84,6 +84,7 @@ RANGES: dict[str, Range] = {
     "intermediate_size_mlp": _MIDDLE,
     "interleave_moe_layer_step": _ANY_COUNT,
     "attention_chunk_size": _CONTEXT,
+    "attention.chunk_size": _CONTEXT,
     "floor_scale": _CONTEXT,
     "attn_scale": _SHARE,
     "num_global_key_value_heads": _HEADS,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_biases,
+    gguf_config,
+    gguf_experts,
+)
 from appliance.model.families.rope import read_rope, without_positions
 from appliance.model.families.standard import (
     read_attention,
@@ -20,10 +26,13 @@ from appliance.model.names import ExpertNames, TensorNames
 from appliance.model.spec import HeadNormKind, MLPSpec, NormSpec
 
 if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, ExpertsSpec, RopeSpec
 
 _BLOCK = 32  # tokens of the largest KV block, at which chunks must begin
+_GGUF_CHUNK = 8192  # of both published models, whose files do not say it
+_WITHOUT_HEAD_NORMS = 128  # experts of Maverick, by which llama.cpp tells it from Scout
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -114,6 +123,40 @@ def _read_mlps(config: ConfigReader, count: int) -> list[MLPSpec | ExpertsSpec |
     return [sparse if index in listed else dense for index in range(count)]
 
 
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "llama4", _gguf_extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    """Read what files say; the rest is as llama.cpp has it for Scout and Maverick."""
+    if meta.value("expert_count") is None:
+        raise meta.refuse("expert_count", "1 or more")
+    experts = gguf_experts(meta, "num_local_experts")
+    # A window of 0 says that all layers attend everywhere and rotate (MobileLLM).
+    window = file.metadata.get("llama4.attention.sliding_window")
+    chunk = meta.integer("attention.chunk_size", _GGUF_CHUNK)  # which Ollama's converter writes
+    if window and meta.integer("attention.sliding_window") != chunk:
+        raise meta.refuse("attention.sliding_window", f"{chunk}, as attention has chunks")
+    everywhere = {
+        "no_rope_layers": [1] * meta.integer("block_count"),
+        "attention_chunk_size": None,
+        "attn_temperature_tuning": False,
+    }
+    return (
+        {
+            "hidden_act": "silu",
+            "intermediate_size": experts.pop("moe_intermediate_size", None),
+            "intermediate_size_mlp": meta.integer("feed_forward_length"),
+            "interleave_moe_layer_step": meta.integer("interleave_moe_layer_step"),
+            "use_qk_norm": experts["num_local_experts"] != _WITHOUT_HEAD_NORMS,
+            "attention_chunk_size": chunk,
+        }
+        | gguf_biases(file, attention="attention_bias")
+        | experts
+        | (everywhere if window == 0 else {})
+    )
+
+
 LLAMA4 = Family(
     name="llama4",
     model_type="llama4_text",
@@ -137,4 +180,5 @@ LLAMA4 = Family(
             transposed=True,
         ),
     ),
+    gguf=GGUFMapping("llama4", _gguf, replace(GGUF_NAMES, rotated_pairs=True)),
 )

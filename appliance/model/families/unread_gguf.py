@@ -12,7 +12,7 @@ _SHORT = "; use the folder that it was made from, for contexts of as many tokens
 _SPEECH = "it makes sound or codes of sound, not text"
 _DRAFT = "it drafts tokens for another model and is none by itself; give that model's file"
 _GATED_HEADS = f"its attention has gates with a matrix of their own{_FOLDER}"
-_AS_FOLDER = "its GGUF files are not read yet; use the folder that it was made from"
+_AS_FOLDER = "its GGUF files are not read; serve the folder that it was made from"
 _EXPERTS = f"its experts and their router are not described here{_FOLDER}"
 
 _REASONS: dict[str, tuple[str, ...]] = {
@@ -54,7 +54,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     f"attention and experts are side by side{_FOLDER}": ("cohere2moe",),
     f"it is LayerNorm with a bias, and an MLP without gates{_FOLDER}": ("jais2", "nemotron"),
     f"its text has the positions of images{_FOLDER}": ("paddleocr",),
-    _AS_FOLDER: ("llama4", "step35"),
+    _AS_FOLDER: ("step35",),
     _GATED_HEADS: ("afmoe", "laguna"),
     _EXPERTS: (*("exaone-moe", "hunyuan-moe", "hy_v3", "mellum"),),
     f"norms and multipliers of its stream are not described here{_FOLDER}": ("muse-glimmer",),
