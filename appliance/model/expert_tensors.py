@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, tensor_slots
 from appliance.quant.formats.dense import DenseWeights
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader
+
+_OTHER_WAY = "quantize the 16-bit model that it was made from with appliance quantize"
 
 
 def separate_experts(
@@ -181,12 +184,33 @@ class SeparatedExperts:
                 return whole.rows(outputs)
             assert arrays.is_array(whole), part.stored
             return (whole if part.expert is None else whole[part.expert])[outputs].contiguous()
-        assert isinstance(self._weights, DenseWeights), "a stack of quantized weights"
+        if not isinstance(self._weights, DenseWeights):
+            raise UnsupportedModelError(
+                f"{part.stored} is a stack of experts among weights quantized in a form that has"
+                f" none here; {_OTHER_WAY}"
+            )
+        if (coded := self._coded(part, outputs)) is not None:
+            return coded
         if part.transposed:
             matrix = self._kept(part) if in_pieces else self._turned(part)
             return matrix[:, outputs].T.contiguous()
         matrix = self._weights.load_part(part.stored, part.expert, outputs.start, outputs.stop)
         return matrix[:: part.step].contiguous()
+
+    def _coded(self, part: _Part, outputs: slice) -> Fp8Weight | None:
+        """Load an expert's part of a stack that is stored quantized; None: it is not."""
+        assert isinstance(self._weights, DenseWeights)
+        assert part.expert is not None
+        found = self._weights.load_matrix(part.stored, part.expert, transposed=part.transposed)
+        if found is None:
+            return None
+        assert isinstance(found, Fp8Weight), part.stored
+        rows = found.rows(outputs.start, outputs.stop) if part.step == 1 else None
+        if rows is None:
+            raise UnsupportedModelError(
+                f"{part.stored} has scales of blocks that hold rows of gate and of up; {_OTHER_WAY}"
+            )
+        return rows
 
     def _kept(self, part: _Part) -> Tensor:
         with self._lock:

@@ -44,3 +44,11 @@ class DenseWeights:
     def load_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
         """Read rows `start` to `stop` of the matrix at `index` of a stack."""
         return self._folder.load_part(name, index, start, stop)
+
+    def load_matrix(self, name: str, index: int, *, transposed: bool) -> Weight | None:
+        """Load the quantized matrix at `index` of a stack; None: the stack is not quantized.
+
+        Args:
+            transposed: it is stored as (in_features, out_features).
+        """
+        return None

@@ -194,6 +194,11 @@ class Fp4Weights(DenseWeights):
             whole = self._part(name, module + form.tensor_scale, None)
         return decode(name, form, codes, scale, whole)
 
+    def load_matrix(self, name: str, index: int, *, transposed: bool) -> Weight | None:
+        if not isinstance(self._rest, DenseWeights):
+            return None
+        return self._rest.load_matrix(name, index, transposed=transposed)
+
     def _part(self, name: str, part: str, expert: int | None) -> Tensor:
         if part not in self._stored:
             raise CheckpointError(f"{part} is missing, a part of {name}; download the model again")

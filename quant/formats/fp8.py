@@ -54,18 +54,59 @@ class Fp8Weights(DenseWeights):
         self._notes = (ROUNDED_INPUTS,) if rounds_inputs(config) else ()
         self._stored = frozenset(folder.tensor_names())
         codes = {name for name in self._stored if folder.dtype(name) == "float8_e4m3fn"}
+        stacks = {name for name in codes if len(folder.shape(name)) == 3}
+        self._stack_scales = {name: self._scale_of_stack(name) for name in stacks}
         self._codes = {name for name in codes if name.endswith(WEIGHT)}
         suffixes = (BLOCK_SCALE, TENSOR_SCALE, *INPUT_SCALES)
         modules = [name.removesuffix(WEIGHT) for name in self._codes]
         parts = {module + suffix for module in modules for suffix in suffixes}
-        self._names = sorted(self._stored - parts)
+        self._names = sorted(self._stored - parts - set(self._stack_scales.values()))
 
     def tensor_names(self) -> list[str]:
         """List every tensor except scales."""
         return list(self._names)
 
     def float_bits(self, name: str) -> int | None:
-        return 8 if name in self._codes else None
+        return 8 if name in self._codes or name in self._stack_scales else None
+
+    def load_matrix(self, name: str, index: int, *, transposed: bool) -> Fp8Weight | None:
+        """Load the matrix at `index` of a stack of experts; None: the stack is no FP8.
+
+        Args:
+            transposed: it is stored as (in_features, out_features).
+
+        Raises:
+            CheckpointError: the stack's scales are of another shape.
+            UnsupportedModelError: the stack has no scales of a name that is known.
+        """
+        if name not in self._stack_scales:
+            return None
+        scale_name = self._stack_scales[name]
+        if scale_name is None:
+            raise UnsupportedModelError(
+                f"{name} is a stack of FP8 experts without {' or '.join(_stack_scales(name))};"
+                " take the 16-bit model that it was made from, and quantize it with appliance"
+                " quantize"
+            )
+        count, *shape = self._folder.shape(name)
+        if self._folder.shape(scale_name)[:1] != (count,):
+            raise CheckpointError(
+                f"{scale_name} has shape {self._folder.shape(scale_name)}, but {name} has {count}"
+                " experts; download or quantize the model again"
+            )
+        codes = self._folder.load_part(name, index, 0, shape[0])
+        scale = self._folder.load_rows(scale_name, index, index + 1)[0]
+        if transposed:
+            kind = codes.dtype
+            codes = arrays.viewed(arrays.viewed(codes, "uint8").T.contiguous(), kind)
+            rows = codes.shape[0]
+            # A scale of each output is one of each column; blocks turn with their codes.
+            scale = scale.reshape(-1) if scale.numel() in (1, rows) else scale.T.contiguous()
+        values = _scales(scale_name, scale, codes.shape)
+        return Fp8Weight(codes, values, quantized_inputs=self._quantized_inputs)
+
+    def _scale_of_stack(self, name: str) -> str | None:
+        return next((each for each in _stack_scales(name) if each in self._stored), None)
 
     def notes(self) -> tuple[str, ...]:
         return self._notes
@@ -88,6 +129,13 @@ class Fp8Weights(DenseWeights):
             _scales(scale_name, self._folder.load(scale_name), codes.shape),
             quantized_inputs=self._quantized_inputs,
         )
+
+
+def _stack_scales(name: str) -> tuple[str, ...]:
+    """Name the scales that a stack of experts may have, by Step's, FBGEMM's and other writers."""
+    module = name.removesuffix(WEIGHT)
+    ends = (BLOCK_SCALE, TENSOR_SCALE, "_scale_inv", "_scale")
+    return tuple(module + end for end in ends)
 
 
 def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
