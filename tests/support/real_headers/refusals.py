@@ -32,6 +32,8 @@ FAMILIES: dict[str, str] = {
     # No model of the hub's, but settings of a converter for another program.
     "ONNX": "ONNX",
 }
+# Headers whose index has a total_size of its own: it lists the tensors of config.json, no more.
+OTHER_TOTALS = {"SmartMaster35Rus--Llama3-GGuf": 17_671_135_232}  # of Llama 3 8B, 16 GB
 FORMS: dict[str, str] = {"MLX": "MLX", "MXFP8": "MXFP8"}
 
 

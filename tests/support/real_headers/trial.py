@@ -25,6 +25,7 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from real_headers.header import INDEX, Header
 from real_headers.quantized import UnknownFormError, quantization_of
+from real_headers.refusals import OTHER_TOTALS
 from real_headers.sizes import CONTEXT, FIRST_SPECIAL, scaled_down, text_section
 from real_headers.theirs import (
     NoClassError,
@@ -255,7 +256,8 @@ def _judged(
             return Outcome("wrong", f"planned {plan.weight_bytes:,} bytes of weights of {size:,}")
     total = ((header.index or {}).get("metadata") or {}).get("total_size")
     left = any("text only" in note for note in source.weights.notes())
-    if total and header.quantization is None and not left:
+    is_other = OTHER_TOTALS.get(header.name) == total
+    if total and header.quantization is None and not left and not is_other:
         parameters = total / torch.empty(0, dtype=_dtype_of(header.config)).element_size()
         if abs(counted / parameters - 1) > SIZES:
             return Outcome("wrong", f"{counted:,} weights, and the index says {parameters:,.0f}")
