@@ -24,7 +24,7 @@ LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
 LEAVES = {
     "version", "runtime", "errors", "stats", "stages", "events", "files", "gguf_names",
-    "quantize_events", "rankers", "wording",
+    "quantize_events", "rankers", "wording", "long_lived",
 }  # fmt: skip
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize_events": set(),
     "wording": set(),
     "stages": set(),
+    "long_lived": set(),
     "api_keys": set(),
     "config": {"api_keys"},
     "log": set(),

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +22,7 @@ from appliance.config import Settings, with_kv_folder
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import EngineError
 from appliance.found_model import find_model_of
+from appliance.long_lived import start_task
 from appliance.runtime import free_host_bytes
 from appliance.server.model_state import ModelToServe
 from appliance.server.serve import opened_server
@@ -95,17 +97,19 @@ class ServedReplica:
         self._server = self._opened.enter_context(
             opened_server(decoded, [ModelToServe(found, engine)])
         )
-        self._task = asyncio.create_task(
-            self._server.run(lambda *_: None, ready.set_result, signals=False)
-        )
+        run = partial(self._server.run, lambda *_: None, ready.set_result, signals=False)
+        self._failure: Exception | None = None
+        self._task = start_task(run, "served-replica", self._note_end)
         both: set[asyncio.Future[Any]] = {self._task, ready}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             self._opened.close()
-            await self._task
-            raise EngineError("the server ended before it was ready")
+            raise self._failure or EngineError("the server ended before it was ready")
         self._running = ready.result()
         self._engine = self._server.state.default.engine
+
+    def _note_end(self, error: Exception | None) -> None:
+        self._failure = error
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Report the server's address and its cache's number of blocks (called by Ray)."""
@@ -122,7 +126,7 @@ class ServedReplica:
     def check_health(self) -> None:
         """Raise EngineError if the server has ended, so that Ray starts another (called by Ray)."""
         if self._task.done() or self._engine.state is EngineState.FAILED:
-            raise EngineError(f"the server has ended: {self._engine.reason}")
+            raise EngineError(f"the server has ended: {self._failure or self._engine.reason}")
 
     def report(self) -> ReplicaReport:
         """Describe the replica for display."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.files import bytes_on_disk
+from appliance.long_lived import start_thread
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
@@ -33,9 +34,8 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
             done = max(0, bytes_on_disk(folder) - before)
             progress(stage, min(done, total - 1), total)  # the full total only at the end
 
-    watcher = threading.Thread(target=watch, name="download-progress", daemon=True)
     progress(stage, 0, total)
-    watcher.start()
+    watcher = start_thread(watch, "download-progress")
     try:
         yield
     finally:

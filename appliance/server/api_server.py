@@ -7,11 +7,13 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from appliance.errors import ApplianceError, EngineUnavailableError, ModelError
+from appliance.long_lived import start_task
 from appliance.server.listener import url_of
 
 if TYPE_CHECKING:
@@ -66,13 +68,16 @@ class ApiServer:
         self._url = url_of(state.config, sock)
         self.state = state
         self._notice = notice
-        self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
     async def run(
         self, on_progress: ProgressCallback, on_ready: ReadyCallback, *, signals: bool = True
     ) -> None:
-        """Serve until `stop`, or a signal if `signals`."""
+        """Serve until `stop`, or a signal if `signals`.
+
+        Raises:
+            ApplianceError: no model loads, or a part failed for good that it cannot do without.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signals else ():
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
@@ -81,30 +86,33 @@ class ApiServer:
         await first.engine.prepare()
         loading = asyncio.create_task(self._load(on_progress))
         web = await asyncio.to_thread(self._web_server)  # in parallel with the engine's start
-        following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
-        serving = asyncio.create_task(web.serve(sockets=[self._socket]))
-        stopping = asyncio.create_task(self._stop.wait())
-        watching = asyncio.create_task(self._notice.watch(self._is_alive))
+        state = self.state
+        lost = partial(state.fail, "the web server")
+        serving = start_task(partial(web.serve, sockets=[self._socket]), "web-server", lost)
+        lasting = [start_task(partial(self._notice.watch, self._is_alive), "service-watchdog")]
+        if self._certificate is not None:
+            lasting.append(start_task(self._certificate.follow, "certificate"))
+        stopping = asyncio.create_task(state.ending.wait())
         try:
-            await _first_of(loading, stopping, serving)
+            await _first_of(loading, stopping)
             if loading.done():
                 on_ready(loading.result())
                 names = ", ".join(model.model_id for model in self.state.models)
                 self._notice.ready(f"serving {names} at {self._url}")
-                await _first_of(stopping, serving)
+                await stopping
                 await self._drain()
         finally:
-            self.state.draining = self.state.closing = True
-            for task in (loading, stopping, watching):
+            state.draining = state.closing = True
+            for task in (loading, stopping, *lasting):
                 task.cancel()
-            if following is not None:
-                following.cancel()
-            await asyncio.gather(loading, stopping, watching, return_exceptions=True)
+            await asyncio.gather(loading, stopping, *lasting, return_exceptions=True)
             now = self._stop_now.is_set()
             await asyncio.gather(*(model.close(now=now) for model in self.state.models))
             web.stop(now=self._stop_now.is_set())
             await serving
             self.state.texts.close()
+        if state.failure is not None:
+            raise state.failure
 
     def _web_server(self) -> WebServer:
         from appliance.server.web_server import WebServer  # slow to import
@@ -167,9 +175,9 @@ class ApiServer:
 
     def stop(self) -> None:
         """Drain and stop; a second call stops at once."""
-        if self._stop.is_set():
+        if self.state.ending.is_set():
             self._stop_now.set()
-        self._stop.set()
+        self.state.ending.set()
 
 
 def none_can_be_had(failures: Sequence[ApplianceError]) -> ApplianceError:

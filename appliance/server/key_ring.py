@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from appliance.config import key_file, known_keys
 from appliance.errors import ConfigError
+from appliance.long_lived import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,8 +63,7 @@ class KeyRing:
             return
         self._keys = keys
         logger.info("API keys were read again: %s", ", ".join(keys))
-        for observe in self.observers:
-            observe(keys)
+        tell(self.observers, keys)
 
     def _read_stamp(self) -> _Stamp:
         path = key_file(self._config)

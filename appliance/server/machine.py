@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 FRESH_SECONDS = 0.9
 PATIENCE_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 class MachineProbe:
@@ -42,7 +45,7 @@ class MachineProbe:
     async def read(self) -> Machine | None:
         """Return a new or the last reading; None if the first takes too long.
 
-        A hanging driver costs one thread and a short wait.
+        A hanging driver costs one thread and a short wait, a failing one a line in the log.
         """
         now = time.monotonic()
         stale = self.latest is None or now - self._when > FRESH_SECONDS
@@ -57,7 +60,10 @@ class MachineProbe:
             await asyncio.wait({reading}, timeout=PATIENCE_SECONDS)
             if reading.done() and reading is self._reading:
                 self._reading = None  # even if it failed: the next call tries again
-                self.latest = reading.result()
+                try:
+                    self.latest = reading.result()
+                except Exception:
+                    logger.exception("the machine's load could not be read")
         return self.latest
 
     def _read(self, now: float, engine_pids: set[int], tokens: int) -> Machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -63,6 +64,7 @@ def run_server(
         ConfigError: the address is unavailable, a certificate is unusable, or two models share a
             name.
         ApplianceError: no model can be loaded.
+        EngineError: a part without which it cannot serve has failed for good.
     """
     with opened_server(
         settings,
@@ -125,6 +127,7 @@ def opened_server(
                     residency=memory,
                     name=name if replica is None else f"replica {place} of {name}",
                     replica=replica,
+                    on_lost=partial(state.fail, f"the supervision of {name}"),
                 )
 
             engine = make_engine(local, memories, make)

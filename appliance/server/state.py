@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.config import check_names
 from appliance.engine.process.engine_state import EngineState
-from appliance.errors import ApplianceError, ConfigError, UnknownModelError
+from appliance.errors import ApplianceError, ConfigError, EngineError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.server.key_ring import KeyRing
 from appliance.server.limits import KeyUse
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 LATEST = ":latest"  # Ollama's clients append it
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class ServerState:
@@ -34,6 +38,8 @@ class ServerState:
         aliases: model id by alias.
         models: at least one; the first is the default.
         is_up: a model has been loaded, so the server accepts requests.
+        ending: set to drain and end.
+        failure: why it ends by itself; None if it does not.
         draining: refuse new requests while running ones finish.
         closing: end endless streams.
         jobs_folder: progress files of long tasks on this machine; None for none.
@@ -46,6 +52,8 @@ class ServerState:
     aliases: dict[str, str] = field(default_factory=dict)
     models: list[ModelState] = field(default_factory=list)
     is_up: bool = False
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: EngineError | None = None
     draining: bool = False
     closing: bool = False
     started: float = field(default_factory=time.time)  # Unix seconds
@@ -65,6 +73,19 @@ class ServerState:
         self.use = KeyUse(self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
         self.keys.observers.append(self.metrics.know_keys)
+
+    def fail(self, part: str, error: Exception | None = None) -> None:
+        """Drain and end with an error, so that a service manager starts another server.
+
+        Args:
+            part: what the server lost, and cannot do without.
+        """
+        if self.closing:
+            return
+        why = "" if error is None else f": {error!r}"
+        self.failure = self.failure or EngineError(f"{part} has ended{why}")
+        logger.error("%s; the server ends", self.failure)
+        self.ending.set()
 
     def check_names(self) -> None:
         """Check that each name means one model or adapter.

@@ -12,9 +12,11 @@ import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.errors import RequestError
+from appliance.long_lived import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,14 +126,8 @@ class TextThreads:
     def _start(self) -> None:
         """Start the threads; the first takes short work only."""
         while len(self._started) < self._threads:
-            thread = threading.Thread(
-                target=self._serve,
-                args=(not self._started,),
-                name=f"text-{len(self._started)}",
-                daemon=True,
-            )
-            self._started.append(thread)
-            thread.start()
+            work = partial(self._serve, not self._started)
+            self._started.append(start_thread(work, f"text-{len(self._started)}"))
 
     def _serve(self, only_short: bool) -> None:
         while (job := self._next(only_short)) is not None:

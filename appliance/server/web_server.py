@@ -14,6 +14,7 @@ from appliance.server.app import create_app
 from appliance.server.connection import protocol_of
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
     from appliance.server.certificate import Certificate
@@ -54,6 +55,15 @@ class WebServer(uvicorn.Server):
                 ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
             )
         )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until stopped; close sockets and connections also after a failure."""
+        try:
+            await super().serve(sockets)
+        except Exception:
+            if self.started:
+                await self.shutdown(sockets)
+            raise
 
     def stop(self, *, now: bool) -> None:
         """End connections: `now`, or after their responses."""

@@ -42,6 +42,7 @@ from appliance.errors import (
     EngineUnavailableError,
     RequestAbortedError,
 )
+from appliance.long_lived import tell
 from appliance.stats import EngineStats, SequenceView
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         idle_timeout: seconds without a request before the process ends; 0 keeps it.
         residency: grants memory; None takes what is free.
         replica: state shared with other processes of the model.
+        on_lost: called when the process cannot be supervised any more, after its requests failed.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         residency: Residency | None = None,
         name: str = "the model",
         replica: Replica | None = None,
+        on_lost: Callable[[Exception | None], object] = lambda error: None,
     ) -> None:
         self.stats = EngineStats()  # of the last report
         self.stats_time = 0.0  # monotonic arrival time
@@ -106,6 +109,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
             on_outage=self._on_outage,
             on_asleep=self._on_asleep,
             on_planned=self.place.take,
+            on_lost=on_lost,
             is_busy=self._is_busy,
             launched=launched,
         )
@@ -344,8 +348,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
             self.adapters.take(report.adapters)
             self._rest()
         if report.stats is not None:
-            for observe in self.observers:
-                observe(report)
+            tell(self.observers, report)  # one that fails is no reason to end requests
         self.place.leave_if_asked()
 
     def _forget_sequences(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance import stages
@@ -42,6 +43,7 @@ from appliance.errors import (
     MemoryPlanError,
     ModelError,
 )
+from appliance.long_lived import start_task
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo, FromEngine, ToEngine
@@ -67,6 +69,7 @@ class Supervisor:
         on_outage: called with the error when no process can start soon.
         on_asleep: called when a process has ended for sleep.
         on_planned: called before a process takes memory; the process waits for it.
+        on_lost: called with the error when the supervision itself has failed for good.
         is_busy: returns True if the engine has unfinished work.
         launched: the first process, if already started.
     """
@@ -82,6 +85,7 @@ class Supervisor:
         on_outage: Callable[[EngineUnavailableError], None],
         on_asleep: Callable[[], None],
         on_planned: Callable[[MemoryPlanned], Awaitable[None]],
+        on_lost: Callable[[Exception | None], object],
         is_busy: Callable[[], bool],
         launched: LaunchedProcess | None = None,
     ) -> None:
@@ -100,6 +104,7 @@ class Supervisor:
         self._on_outage = on_outage
         self._on_asleep = on_asleep
         self._on_planned = on_planned
+        self._on_lost = on_lost
         self._end_tokens: AskEndTokens | None = None
         self._waits_for_us = False
         self._is_busy = is_busy
@@ -152,7 +157,7 @@ class Supervisor:
             await self._end_process()
             self.process = None
             raise
-        self._task = asyncio.create_task(self._keep_alive(load), name="engine-supervisor")
+        self._task = start_task(partial(self._keep_alive, load), "engine-supervisor", self._give_up)
         return info
 
     def lack(self, reason: str) -> None:
@@ -243,6 +248,16 @@ class Supervisor:
                 await self._end_process()
                 await self._restart(load, error)
                 self._on_ready()
+
+    def _give_up(self, error: Exception | None) -> None:
+        """End what nobody supervises any more: the process, its requests and the owner."""
+        self.state = EngineState.FAILED
+        try:
+            if self.process is not None:
+                self.process.kill()
+            self._tell_outage(error or EngineError("its supervision ended"), "is lost")
+        finally:
+            self._on_lost(error)
 
     async def _serve_once(self, load: MakeLoad) -> None:
         """Serve with one process until it has ended, then sleep or start the next."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from asyncio import sleep
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engine.process.watch import Verdict, Watch, read_signs
+from appliance.long_lived import start_task
 
 if TYPE_CHECKING:
     from appliance.engine.process.child import EngineProcess
@@ -46,7 +46,7 @@ class Watchdog:
             look: seconds between looks.
         """
         self.verdict = Verdict.ALIVE
-        task = asyncio.create_task(self._watch(process, busy, look), name="engine-watchdog")
+        task = start_task(partial(self._watch, process, busy, look), "engine-watchdog")
         try:
             yield
         finally:
@@ -68,6 +68,8 @@ class Watchdog:
             if self.verdict is not before:
                 logger.warning("the engine process: %s", self.verdict.value)
         logger.error("the engine process %s: it is ended", self.verdict.value)
-        process.dump_stacks()
-        await sleep(min(1.0, look))
-        process.kill()
+        try:
+            process.dump_stacks()
+            await sleep(min(1.0, look))
+        finally:
+            process.kill()

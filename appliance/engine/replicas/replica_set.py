@@ -23,6 +23,7 @@ from appliance.engine.replicas.merged_stats import merged_stats
 from appliance.engine.replicas.replica_adapter_calls import ReplicaAdapterCalls
 from appliance.engine.replicas.replica_choice import ReplicaChoice
 from appliance.errors import EngineUnavailableError, MemoryPlanError
+from appliance.long_lived import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -260,8 +261,7 @@ class ReplicaSet(OpenRequests):
             msgspec.structs.replace(step, number=next(self._step_numbers)) for step in report.steps
         )
         report = msgspec.structs.replace(report, steps=steps)
-        for observe in self.observers:
-            observe(report)
+        tell(self.observers, report)
 
 
 def _say_nothing(stage: str, done: int, total: int) -> None:

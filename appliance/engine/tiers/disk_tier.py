@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from appliance.long_lived import start_thread
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Sequences
@@ -60,12 +62,10 @@ class DiskTier:
         self._read: deque[ReadJob] = deque()
         self._has_read = threading.Event()
         self.unfinished: list[ReadJob] = []
-        writer = threading.Thread(target=self._run_writer, name="kv-disk-writer", daemon=True)
-        reader = threading.Thread(target=self._run_reader, name="kv-disk-reader", daemon=True)
-        self._threads = (writer, reader)
         self._tasks.put(store.sweep)
-        for thread in self._threads:
-            thread.start()
+        writer = start_thread(self._run_writer, "kv-disk-writer")
+        reader = start_thread(self._run_reader, "kv-disk-reader")
+        self._threads = (writer, reader)
         assert writer.ident is not None, "it was started"
         self._writer_clock = time.pthread_getcpuclockid(writer.ident)
 

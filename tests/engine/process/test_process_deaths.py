@@ -239,14 +239,59 @@ async def test_a_report_that_cannot_be_taken_costs_a_process_and_not_the_supervi
     async with running() as client:
 
         def fails(report: StepReport) -> None:
-            client.observers.remove(fails)
-            raise ValueError("a bug in an observer")
+            client._supervisor._on_report = client._on_report
+            raise ValueError("a bug in the client")
 
         await until(lambda: client.stats_time > 0)
-        client.observers.append(fails)
-        assert await tokens(client, request(1, max_tokens=1)) == [1]
+        client._supervisor._on_report = fails
+        with pytest.raises(EngineDiedError, match="a bug in the client"):
+            await tokens(client, request(1, max_tokens=1))
         await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
         assert await tokens(client, request(2, max_tokens=1)) == [2]
+
+
+async def test_an_observer_that_fails_costs_nobody_anything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as client:
+        heard: list[StepReport] = []
+
+        def fails(report: StepReport) -> None:
+            raise ValueError("a bug in an observer")
+
+        client.observers += [fails, heard.append]
+        assert await tokens(client, request(1, max_tokens=3)) == [1, 1, 1]
+        await until(lambda: heard)
+        assert (client.restarts, client.state) == (0, EngineState.READY)
+        assert "a bug in an observer" in caplog.text
+
+
+async def test_a_supervisor_whose_recovery_fails_fails_its_requests_and_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running("holds_at=20") as client:
+        told: list[Exception | None] = []
+        supervisor, process = client._supervisor, client.pid
+        monkeypatch.setattr(supervisor, "_on_lost", told.append)
+        generation = client.generate(request(1, max_tokens=400))
+        await anext(generation)
+
+        async def broken(*arguments: object) -> None:
+            raise ValueError("nobody thought of this")
+
+        for name in ("_serve_once", "_restart"):
+            monkeypatch.setattr(supervisor, name, broken)
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(EngineError):
+            async for _ in generation:
+                pass
+        await generation.aclose()
+        await until(lambda: told)
+        assert "nobody thought of this" in str(told)
+        assert client.state is EngineState.FAILED
+        with pytest.raises(EngineUnavailableError, match="failed"):
+            client.generate(request(2))
 
 
 async def test_sigterm_ends_the_process_in_order() -> None:
