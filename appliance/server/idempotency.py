@@ -71,12 +71,13 @@ class Idempotency:
         except RequestError as error:
             await error_response(error, scope)(scope, receive, send)
             return
-        if again:
-            logger.info("request %s came again, and gets the same answer", name.key)
-            scope["route"] = answer.scope.get("route")
         try:
+            if again:
+                logger.info("request %s came again, and gets the same answer", name.key)
+                scope["route"] = answer.scope.get("route")
             await answer.follow(receive, send, again=again)
         finally:
+            answer.spoiled |= not answer.has_begun
             self._forget_what_is_over()
 
     def _find(self, name: _Name, scope: Scope, body: bytes) -> tuple[SharedAnswer, bool]:

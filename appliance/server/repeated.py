@@ -18,7 +18,7 @@ FAILED = "failed"  # key in a request's state: its stream began well and ended b
 
 
 class SharedAnswer:
-    """Begins on construction and ends when the last connection leaves.
+    """Begins with its first connection and ends when the last one leaves.
 
     Attributes:
         ended: when it was complete; None before.
@@ -42,7 +42,13 @@ class SharedAnswer:
         self._abandoned = asyncio.Event()
         # Removed, so that a response cannot bypass this and write to the first connection.
         scope["extensions"] = {}
-        self._making = asyncio.create_task(self._make(app, body))
+        self._make_with = app, body
+        self._making: asyncio.Task[None] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """True once it had a connection."""
+        return self._making is not None
 
     async def follow(self, receive: Receive, send: Send, *, again: bool) -> None:
         """Send the answer from its beginning, until it or the client ends.
@@ -54,9 +60,11 @@ class SharedAnswer:
             Exception: the answer's own failure.
         """
         number, self._num_followed = self._num_followed, self._num_followed + 1
-        self._places[number] = 0
         gone = asyncio.create_task(_disconnect(receive))
         try:
+            self._places[number] = 0
+            if self._making is None:  # not before: nobody would end it
+                self._making = asyncio.create_task(self._make(*self._make_with))
             while not gone.done():
                 place = self._places[number]
                 if place < len(self._messages):
@@ -75,7 +83,7 @@ class SharedAnswer:
                 raise self._error
         finally:
             gone.cancel()
-            del self._places[number]
+            self._places.pop(number, None)
             if not self._places and not self._complete:
                 self.spoiled = True
                 self._abandoned.set()

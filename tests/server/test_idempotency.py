@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from appliance.server import idempotency
-from appliance.server.repeated import MAX_ANSWER_BYTES
+from appliance.server.repeated import MAX_ANSWER_BYTES, SharedAnswer
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -47,6 +47,24 @@ async def test_who_asks_again_gets_the_same_answer(serve: Serve, header: str, st
         assert other.text != first.text
         if header == "x-request-id":
             assert first.headers[header] == again.headers[header] == "a-1"
+
+
+async def test_what_fails_before_it_is_followed_runs_for_nobody(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"idempotency-key": "one"}
+    async with serve() as running:
+        with monkeypatch.context() as broken:
+
+            async def fails(*_: object, **__: object) -> None:
+                raise ValueError("before anything is sent")
+
+            broken.setattr(SharedAnswer, "follow", fails)
+            answer = await post(running, headers, ignore_eos=True, max_tokens=300)
+            assert answer.status_code == 500
+            assert running.server.num_open == 0
+            assert running.idle()
+        assert (await post(running, headers)).status_code == 200, "its key is free"
 
 
 async def test_two_at_once_are_one_and_outlive_the_first_client(serve: Serve) -> None:
@@ -98,7 +116,7 @@ async def test_another_request_under_the_same_key(serve: Serve) -> None:
 async def test_failures_are_not_repeated(serve: Serve) -> None:
     async with serve() as running:
         for _ in range(2):
-            refused = await post(running, {"idempotency-key": "k"}, max_tokens=-1)
+            refused = await post(running, {"idempotency-key": "k"}, temperature=-1)
             assert refused.status_code == 400
             assert REPLAYED not in refused.headers
         large = b'{"prompt": "' + b"x" * (3 << 20) + b'"}'

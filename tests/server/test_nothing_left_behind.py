@@ -1,8 +1,8 @@
 """No failure between a request's arrival and its last byte leaves anything of it behind.
 
 Every route of the table is failed at every stage: in each function of the server that it calls or
-goes on with, the first time and the last, by an exception, by cancellation, by a client that leaves
-and by a socket that breaks.
+goes on with, the first time and the last, by an exception, by cancellation and by a client that
+leaves; and by a socket that breaks at the first message, the last and between.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from appliance.server.state import ServerState
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from types import CodeType, FrameType
+
+    from starlette.types import Message
 
     from tests.server.conftest import Running, Serve
 
@@ -197,3 +199,36 @@ async def test_a_route_that_fails_anywhere(serve: Serve, tmp_path: Path, way: st
             await door.ask(client)
             assert client.status == status or call.may_miss, (str(call), client.content)
     assert failed > 10 * len(CALLS), "stages were found and failed"
+
+
+class BreakingSocket:
+    """Takes so many messages of an answer, then fails at each."""
+
+    def __init__(self, takes: int) -> None:
+        self.left = takes
+        self.failures = 0
+
+    def __call__(self, message: Message) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.failures += 1
+            raise ConnectionResetError("the socket is broken")
+
+
+async def test_a_socket_that_breaks_at_any_message(serve: Serve, tmp_path: Path) -> None:
+    async with door_of(serve, tmp_path) as door:
+        for call in CALLS:
+            whole = door.client(call)
+            await door.ask(whole)
+            count = len(whole.messages)
+            for takes in sorted({0, 1, count // 2, count - 1} - {count}):
+                sock = BreakingSocket(takes)
+                client = door.client(call, on_send=sock)
+                try:
+                    await door.ask(client)
+                except Exception as error:
+                    error.add_note(f"{call} after {takes} of {count} messages")
+                    raise
+                if takes < 2:  # the number of later messages varies: events come together
+                    assert sock.failures, (str(call), takes)
+                    assert len(client.messages) == takes
