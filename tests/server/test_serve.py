@@ -129,7 +129,10 @@ def is_refused(http: httpx.Client) -> bool:
     return http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 503
 
 
-def test_a_signal_lets_streams_finish(tokenizer_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_streams_finish(
+    tokenizer_folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     refused = tmp_path / "refused"
     with server(tokenizer_folder, f"holds_at=50 until={refused}") as running:
         running.wait_until_ready()
@@ -140,7 +143,7 @@ def test_a_signal_lets_streams_finish(tokenizer_folder: Path, tmp_path: Path) ->
         ):
             lines = response.iter_lines()
             next(lines)
-            running.process.send_signal(signal.SIGINT)
+            running.process.send_signal(number)
             with httpx.Client(base_url=running.url, timeout=LIMIT) as other:
                 wait_until(lambda: is_refused(other))
                 said = other.post("/v1/completions", json={"prompt": "x"}).json()
@@ -150,6 +153,25 @@ def test_a_signal_lets_streams_finish(tokenizer_folder: Path, tmp_path: Path) ->
         assert data[-1] == "data: [DONE]"
         assert len(data) >= 100
         assert running.process.wait(timeout=LIMIT) == 0
+
+
+def test_sighup_is_ignored_under_nohup(tokenizer_folder: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
+    try:
+        with server(tokenizer_folder) as running:
+            running.wait_until_ready()
+            running.process.send_signal(signal.SIGHUP)
+            with httpx.Client(base_url=running.url, timeout=LIMIT) as http:
+                for _ in range(2):
+                    answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+                    assert answer.status_code == 200
+            status = Path(f"/proc/{running.process.pid}/status").read_text()
+            ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+            assert ignored >> (signal.SIGHUP - 1) & 1
+            running.process.terminate()
+            assert running.process.wait(timeout=LIMIT) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_ends_a_stream_that_would_never_end(tokenizer_folder: Path) -> None:
