@@ -54,7 +54,8 @@ async def running(
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
     """Let a method fail at its first call; returns what became of each."""
-    real, calls = getattr(owner, name), []
+    real = getattr(owner, name)
+    calls: list[str] = []
 
     def method(*arguments: Any, **options: Any) -> Any:
         calls.append("failed" if not calls else "went on")
