@@ -17,6 +17,7 @@ from appliance.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from io import BufferedReader
     from pathlib import Path
 
 
@@ -26,6 +27,9 @@ _STAND_INS = {
     b"<!DOCTYP": ("a web page", "download it again"),
     b"<!doctyp": ("a web page", "download it again"),
 }
+
+
+_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,12 @@ class FileIdentity:
         """Read the identity of a path or an open file descriptor.
 
         Raises:
-            CheckpointError: the file does not exist or is unreadable.
+            CheckpointError: the file does not exist, is unreadable or no regular file.
         """
         try:
             found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode) and not isinstance(file, int):
+                raise _no_regular(file, found.st_mode)
         except OSError as error:
             raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
         return cls(size=found.st_size, modified_ns=found.st_mtime_ns, inode=found.st_ino)
@@ -84,7 +90,7 @@ def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryvie
         CheckpointError: the file is gone or no longer matches `identity`.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             same = FileIdentity.of(file.fileno()) == identity
             file.seek(offset)
             complete = file.readinto(buffer) == len(buffer)
@@ -92,6 +98,52 @@ def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryvie
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not (same and complete):
         raise CheckpointError(f"{path} changed while it was read; start again once it is complete")
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, or a link to one, to read its bytes.
+
+    Waits for nobody: opening a FIFO would wait for a writer, and a device may never end.
+
+    Raises:
+        OSError: it is unreadable or no regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a socket, or a device that is not there
+            raise
+        raise _no_regular(path, os.stat(path).st_mode) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise _no_regular(path, mode)
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a regular file; see `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """Read a regular file in UTF-8; see `open_regular`.
+
+    Raises:
+        UnicodeDecodeError: it is no UTF-8.
+    """
+    return read_bytes(path).decode()
+
+
+def _no_regular(path: Path, mode: int) -> OSError:
+    if stat.S_ISDIR(mode):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+    return OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 @contextmanager
@@ -147,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file does not exist or contains no JSON object.
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         value = json.loads(content)
     except OSError as error:
         raise CheckpointError(

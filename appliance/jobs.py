@@ -18,6 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from appliance.events import Job
+from appliance.files import open_regular
 
 WRITE_SECONDS = 0.5  # between two writes
 MAX_BYTES = 2**16
@@ -120,7 +121,7 @@ def read_jobs(folder: Path) -> dict[str, Job]:
         if not _is_going_on(path):
             continue
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 content = file.read(MAX_BYTES)
             jobs[path.stem] = msgspec.json.decode(content, type=Job)
     return jobs
@@ -142,7 +143,7 @@ def _remove(path: Path) -> None:
 
 def _is_going_on(path: Path) -> bool:
     try:
-        with _lock_of(path).open("rb") as lock:
+        with open_regular(_lock_of(path)) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.engine.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.files import read_json
+from appliance.files import open_regular, read_bytes, read_json
 from appliance.rankers import is_ranker
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     if not file.is_file():
         return []
     try:
-        entries = json.loads(file.read_bytes())
+        entries = json.loads(read_bytes(file))
         found = [(entry["type"].rpartition(".")[2], entry.get("path", "")) for entry in entries]
         sound = all(not folder or _FOLDER.fullmatch(folder) for _, folder in found)
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
@@ -379,7 +379,7 @@ def _of_readme(path: Path, config: Mapping[str, Any]) -> RerankRecipe | None:
     file = path / "README.md"
     if config.get("model_type") != "qwen3" or not file.is_file():
         return None
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         text = stream.read(_MAX_README).decode(errors="replace")
     card = re.match(r"---\n(.*?)\n---\n(.*)", text, re.DOTALL)
     if card is None or not re.search(r"^pipeline_tag: *text-ranking *$", card[1], re.MULTILINE):

@@ -11,6 +11,7 @@ from appliance.adapter_names import AdapterRegistry
 from appliance.commands.model_argument import Model
 from appliance.config import EngineConfig, cache_dir, load_section
 from appliance.errors import ModelError
+from appliance.files import read_bytes
 
 if TYPE_CHECKING:
     from appliance.model.adapters.adapter import Adapter
@@ -77,7 +78,7 @@ def _facts(path: Path) -> str:
         return f"{path.stat().st_size / 2**20:.1f} MiB"
     config = path / CONFIG_NAME
     try:
-        settings = read_settings(config, config.read_bytes())
+        settings = read_settings(config, read_bytes(config))
     except (ModelError, OSError) as error:
         return f"cannot be used: {error}"
     base = f" on {settings.base}" if settings.base else ""

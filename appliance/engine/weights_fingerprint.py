@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from appliance.files import open_regular
 from appliance.gguf_names import parts_of
 
 END_BYTES = 2**20  # at either end of a file, where headers are
@@ -28,7 +29,8 @@ def weights_digest(path: Path) -> bytes:
     for file, size in zip(files, sizes, strict=True):
         digest.update(f"{file.name} {size}\n".encode())
         samples = max(_LEAST_SAMPLES, NUM_SAMPLES * size // max(1, sum(sizes)))
-        with file.open("rb", buffering=0) as content:
+        with open_regular(file) as buffered:
+            content = buffered.raw  # samples are smaller than its buffer
             digest.update(content.read(END_BYTES))
             for number in range(1, samples):
                 content.seek(size * number // samples)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from appliance.errors import CheckpointError
-from appliance.files import FileIdentity
+from appliance.files import FileIdentity, open_regular
 from appliance.gguf.ollama import as_llama_cpp
 from appliance.gguf.types import TENSOR_TYPES, TensorType, check_readable, unknown_type
 from appliance.gguf_names import parts_of
@@ -102,7 +102,7 @@ class GGUFHeader:
 def starts_as_gguf(path: Path) -> bool:
     """Return True for a file that begins as GGUF does, as Ollama's do under names of their own."""
     try:
-        with path.open("rb") as content:
+        with open_regular(path) as content:
             return content.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
@@ -162,7 +162,7 @@ def read_part(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
         )
     file = DataFile(path, FileIdentity.of(path))
     try:
-        with path.open("rb") as content:
+        with open_regular(path) as content:
             return _HeaderReader(content, file, vocabulary).read()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

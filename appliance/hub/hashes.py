@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from appliance.files import open_regular
 from appliance.gguf_names import parts_of
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED
@@ -48,7 +49,7 @@ def find_damaged(expected: Mapping[Path, str], progress: Progress = ignore_progr
     total, done, damaged = sum(file.stat().st_size for file in expected), 0, []
     for file, wanted in expected.items():
         digest = _hasher(file, wanted)
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             while chunk := content.read(_CHUNK):
                 digest.update(chunk)
                 done += len(chunk)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError
+from appliance.files import read_text
 from appliance.gguf_names import first_parts, is_gguf, parts_of_name
 from appliance.hub.growth import Progress, watch_growth
 
@@ -167,7 +168,7 @@ def _find(folder: Path, name: HubName, choose: ChooseFiles) -> Path:
     revision = name.revision or "main"
     snapshot = folder / "snapshots" / revision  # if it is a commit
     if not snapshot.is_dir():
-        snapshot = folder / "snapshots" / (folder / "refs" / revision).read_text().strip()
+        snapshot = folder / "snapshots" / read_text(folder / "refs" / revision).strip()
     names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
     return _usable(snapshot, choose(name.repo, names, name.file))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.errors import ModelError
+from appliance.files import read_text
 from appliance.gguf_names import is_gguf, parts_of, parts_of_name
 from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED
@@ -176,9 +177,9 @@ def _repo_of(folder: Path) -> str:
 def _names_of_commits(folder: Path) -> dict[str, str]:
     """Return the name of each named commit, preferring main."""
     refs = [path for path in sorted(folder.glob("refs/**/*")) if path.is_file()]
-    named = {path.read_text().strip(): str(path.relative_to(folder / "refs")) for path in refs}
+    named = {read_text(path).strip(): str(path.relative_to(folder / "refs")) for path in refs}
     main = folder / "refs" / "main"
-    return {**named, main.read_text().strip(): "main"} if main in refs else named
+    return {**named, read_text(main).strip(): "main"} if main in refs else named
 
 
 def _files(snapshot: Path) -> list[Path]:
@@ -201,7 +202,7 @@ def _drop_unlinked(folder: Path) -> None:
             blob.unlink()
     commits = {path.name for path in folder.glob("snapshots/*")}
     for ref in [path for path in folder.glob("refs/**/*") if path.is_file()]:
-        if ref.read_text().strip() not in commits:
+        if read_text(ref).strip() not in commits:
             ref.unlink()
     if not commits and not any(folder.glob("blobs/*")):
         shutil.rmtree(folder)

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from appliance.errors import ChatTemplateError, CheckpointError, ModelError
+from appliance.files import read_bytes, read_text
 from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
@@ -88,7 +89,7 @@ def _content_of(path: Path) -> bytes:
     file = path / TOKENIZER
     if (size := file.stat().st_size) > MAX_TOKENIZER_BYTES:
         raise ModelError(f"{file} has {size >> 20} MiB, more than any tokenizer; download it again")
-    return file.read_bytes()
+    return read_bytes(file)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -156,7 +157,7 @@ def _chat_template(path: Path, tokens: ConfiguredTokens) -> ChatTemplate | None:
 
 def _read_template(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {file}: {error}; download it again") from error
 

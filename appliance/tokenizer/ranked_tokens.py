@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
 from appliance.errors import ModelError, UnsupportedModelError
+from appliance.files import read_bytes
 from appliance.tokenizer.from_gguf import MAX_SPLIT_CHARACTERS
 from appliance.tokenizer.pieces import bytes_in_letters
 from appliance.tokenizer.pre_tokenizers import KIMI, KNOWN_PATTERNS
@@ -54,7 +55,7 @@ def read_tekken(file: Path) -> Tokenizer:
             unknown rules.
     """
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Tekken)
+        found = msgspec.json.decode(read_bytes(file), type=_Tekken)
     except msgspec.MsgspecError as error:
         raise _damaged(file, str(error)) from error
     settings, special = found.config, found.special_tokens
@@ -89,7 +90,7 @@ def read_kimi(file: Path, named: dict[int, str]) -> Tokenizer:
         ModelError: it is damaged.
     """
     ranks: dict[bytes, int] = {}
-    for line in file.read_bytes().splitlines():
+    for line in read_bytes(file).splitlines():
         encoded, _, rank = line.partition(b" ")
         if not rank.isdigit():
             raise _damaged(file, f"{line!r:.40} is no token with its rank")

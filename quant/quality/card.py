@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.errors import CheckpointError
+from appliance.files import open_regular, read_bytes
 from appliance.gguf_names import parts_of
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def to_json(card: Card) -> bytes:
 def read_card(path: Path) -> Card | None:
     """Read the card at a path, or None; raise CheckpointError if the file is no card."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -297,7 +298,7 @@ def weights_fingerprint(path: Path) -> str:
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             digest.update(content.read(SAMPLE_BYTES))
             content.seek(max(0, size - SAMPLE_BYTES))
             digest.update(content.read(SAMPLE_BYTES))

@@ -15,6 +15,7 @@ from appliance.engine.tiers.block_file import (
     SUFFIX,
 )
 from appliance.engine.tiers.state_key import is_state
+from appliance.files import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +53,7 @@ def stored_models(root: Path) -> list[StoredModel]:
     for folder in _folders(root):
         files = list(_files_of(folder))
         try:
-            about = json.loads((folder / ABOUT).read_text())
+            about = json.loads(read_text(folder / ABOUT))
         except (OSError, ValueError):
             about = {}
         found.append(

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from appliance.errors import CheckpointError
+from appliance.files import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,7 @@ def on_base(adapter: Adapter, source: ModelSource) -> Adapter:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return load(path.read_bytes())
+        return load(read_bytes(path))
     except (SafetensorError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; quantize the model again") from None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import AdapterError, ModelError
+from appliance.files import open_regular
 from appliance.gguf import GGUFFile
 from appliance.kernels.weight import dense
 from appliance.model.adapters.adapter import Adapter
@@ -126,7 +127,7 @@ def _stored_rows(
 
 def _digest(path: Path) -> str:
     digest = blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_HASHED_AT_ONCE):
             digest.update(piece)
     return digest.hexdigest()

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from appliance.errors import AdapterError
+from appliance.files import read_bytes
 from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.peft_settings import CONFIG_NAME, read_settings
@@ -102,7 +103,7 @@ def read_folder(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarg
 
 def _content(path: Path, name: str) -> bytes:
     try:
-        return (path / name).read_bytes()
+        return read_bytes(path / name)
     except FileNotFoundError:
         beside = [file.name for file in sorted(path.glob("adapter_model*"))]
         fix = (
