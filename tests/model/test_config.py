@@ -154,6 +154,14 @@ def test_what_changes_the_arithmetic_is_refused_by_name(
         spec_of(BASE | settings)
 
 
+def test_baichuan_13b_is_refused_for_its_alibi() -> None:
+    """Its config.json has model_max_length where the 7B models have max_position_embeddings."""
+    settings = {**BASE, "architectures": ["BaichuanForCausalLM"], "model_max_length": 4096}
+    del settings["max_position_embeddings"]
+    with pytest.raises(UnsupportedModelError, match=r"max_position_embeddings .* ALiBi"):
+        spec_of(settings)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
