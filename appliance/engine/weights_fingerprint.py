@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from appliance.files import open_regular
@@ -33,8 +34,8 @@ def weights_digest(path: Path) -> bytes:
             content = buffered.raw  # samples are smaller than its buffer
             digest.update(content.read(END_BYTES))
             for number in range(1, samples):
-                content.seek(size * number // samples)
+                content.seek(size * number // samples, os.SEEK_SET)
                 digest.update(content.read(SAMPLE_BYTES))
-            content.seek(max(0, size - END_BYTES))
+            content.seek(max(0, size - END_BYTES), os.SEEK_SET)
             digest.update(content.read(END_BYTES))
     return digest.digest()
