@@ -60,7 +60,7 @@ async def test_clients_that_stream_leave_nothing_behind(server: Server) -> None:
 async def test_all_of_it_works_by_ipv6(tmp_path: Path) -> None:
     with echo_server(tmp_path, APPLIANCE_HOST="::1") as server:
         assert server.url.startswith("http://[::1]:")
-        found = await streams(server, clients=4, seconds=0.5)
+        found = await streams(server, clients=4, seconds=0.5, growth_mib=256)
         assert found["answers"].keys() == {"200"}
         async with httpx.AsyncClient(base_url=server.url) as client:
             page = await client.get("/")
