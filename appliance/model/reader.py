@@ -200,9 +200,9 @@ class ModelReader:
 
     def _expert_latent(self, index: int) -> tuple[LinearPart, LinearPart]:
         names = self._names.experts
-        into, out_of = self._tensors.linears(
-            index, (names.into_latent, names.out_of_latent), bias=False
-        )
+        # One by one: rows of different widths are no parts of one matrix.
+        (into,) = self._tensors.linears(index, (names.into_latent,), bias=False)
+        (out_of,) = self._tensors.linears(index, (names.out_of_latent,), bias=False)
         return into, out_of
 
     def expert(self, index: int, number: int) -> MLPWeights:
