@@ -183,13 +183,14 @@ async def test_roles_and_content_in_every_accepted_form(serve: Serve) -> None:
             },
             {"role": "tool", "content": "42", "tool_call_id": "1"},
             {"role": "assistant", "content": ""},
+            {"role": "user", "content": "c"},
         ]
         prompt = "".join(
             f"<|im_start|>{role}\n{text}<|im_end|>\n"
             for role, text in [
                 ("system", "be brief"), ("user", "a\nb"),
                 ("assistant", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
-                ("user", "<tool_response>\n42\n</tool_response>"), ("assistant", ""),
+                ("user", "<tool_response>\n42\n</tool_response>"), ("assistant", ""), ("user", "c"),
             ]
         )  # fmt: skip
         response = await running.http.post(CHAT, json={"messages": messages})

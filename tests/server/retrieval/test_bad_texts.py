@@ -77,7 +77,6 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "return_token_strs": ("yes",),
         "chat_template_kwargs": ([],),
         "chat_template": ("{{ 1 }}",),
-        "continue_final_message": (True,),
     },
     "/detokenize": {
         "tokens": (None, "a", [-1], [272], [1.5], ["a"], [[97]], {}, [True]),
