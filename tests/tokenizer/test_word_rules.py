@@ -128,10 +128,13 @@ def test_known_expressions_take_linear_time(unit: str) -> None:
     for pattern in KNOWN_PATTERNS:
         split = Split(Regex(pattern), behavior="isolated")
         for end in ("x", "1"):
-            started = time.process_time()
-            split.pre_tokenize_str(unit * 10_000 + end)
+            took = []
+            while not took or (min(took) >= 0.4 and len(took) < 3):  # a busy machine is slower
+                started = time.process_time()
+                split.pre_tokenize_str(unit * 10_000 + end)
+                took.append(time.process_time() - started)
             # One of quadratic time takes longer, as r"\s+$" would.
-            assert time.process_time() - started < 0.4, pattern
+            assert min(took) < 0.4, pattern
 
 
 def test_expressions_of_classes_of_transformers_are_known() -> None:
