@@ -286,7 +286,7 @@ async def test_a_supervisor_whose_recovery_fails_fails_its_requests_and_tells(
         with pytest.raises(EngineError):
             async for _ in generation:
                 pass
-        await generation.aclose()
+        generation.close()
         await until(lambda: told)
         assert "nobody thought of this" in str(told)
         assert client.state is EngineState.FAILED
