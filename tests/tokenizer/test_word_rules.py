@@ -128,7 +128,7 @@ def test_known_expressions_take_linear_time(unit: str) -> None:
     for pattern in KNOWN_PATTERNS:
         split = Split(Regex(pattern), behavior="isolated")
         for end in ("x", "1"):
-            took = []
+            took: list[float] = []
             while not took or (min(took) >= 0.4 and len(took) < 3):  # a busy machine is slower
                 started = time.process_time()
                 split.pre_tokenize_str(unit * 10_000 + end)
