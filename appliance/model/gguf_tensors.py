@@ -32,11 +32,12 @@ OTHER_PARTS = ("v.", "mm.", "a.", "s.")
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
+# Linears that map a pooled vector, which the server applies; of decoders that only read.
+_DENSE = re.compile(r"dense_[23]\.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 # Tensors without effect on generated text, and why.
 _UNUSED = {
     r".*\.input_scale": "range of a linear's inputs where they are rounded; here they are not",
-    r"dense_[23]\.weight": "linears that map a pooled vector, which the server applies",
     r"cls(\.output)?\.(weight|bias)": "a head that ranks or classifies a text",
     r"blk\.\d+\.attn_rot_embd(\..*)?": "rotary frequencies, which the settings give as well",
 }
@@ -118,8 +119,11 @@ def unplaced(
         for part in (*stored.qkv[1:], stored.key_norm)
     )
     factors = _factors(spec)
+    only_reads = any(mixer.looks_ahead for mixer in spec.attention_layers.values())
 
     def is_unused(name: str) -> bool:
+        if only_reads and _DENSE.fullmatch(name):
+            return True
         if name in factors or name.startswith((*unread, *OTHER_PARTS)):
             return True
         block = _BLOCK.match(name)
