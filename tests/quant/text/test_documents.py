@@ -150,6 +150,10 @@ class Template(SimpleNamespace):
     """A tokenizer of characters that notes what it is given."""
 
     chat_template: object = None
+    is_isolated = False
+
+    def isolate_template(self) -> None:
+        self.is_isolated = True
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) for letter in text]
@@ -175,6 +179,7 @@ def test_chats_go_through_the_template_of_the_model() -> None:
     with_template = Template(chat_template="{{ messages }}")
     assert rows_of(with_template, ("a", CHAT)) == [[ord("u"), ord("a")]]
     assert rows_of(with_template, ("a", "text")) == [[ord("u"), ord("a")]]
+    assert with_template.is_isolated, "its author is a stranger"
     letters = [ord(letter) for letter in "hello\n\nyes"]
     (row,) = rows_of(Template(), ("a", CHAT))
     assert row in [letters[i : i + 2] for i in range(0, 10, 2)]
