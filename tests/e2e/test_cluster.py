@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -107,6 +110,46 @@ def test_one_that_is_killed_under_load_takes_no_request_with_it(
         assert [one.result() for one in asked] == expected
     others = {one["url"] for one in before} - {victim["url"]}
     wait_until(lambda: len({one["url"] for one in ray_cluster.replicas()} - others) == 1)
+
+
+def test_slow_and_wrong_clients_leave_the_others_and_the_replicas_alone(
+    client: httpx.Client, ray_cluster: RayCluster
+) -> None:
+    expected = ask(client, "Name a colour.")
+    address = (client.base_url.host, client.base_url.port)
+    whole = json.dumps(body("Count to a million.", stream=True, max_tokens=900)).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address[0]}\r\nAuthorization: Bearer {KEY}"
+        f"\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n"
+    ).encode()
+    # Nothing, half a head, half a body, a request whose answer nobody reads, twice each.
+    sent = (b"", head[:30], head + whole[:20], head + whole) * 2
+    with ExitStack() as rude:
+        sockets = [rude.enter_context(socket.create_connection(address)) for _ in sent]
+        for one, data in zip(sockets, sent, strict=True):
+            one.sendall(data)
+        assert ask(client, "Name a colour.") == expected
+        for content, status in (
+            (b"{", 400),
+            (b"[]", 400),
+            (b'{"messages": 3}', 400),
+            (b"\xff\xfe", 400),
+            (b" " * (3 << 20), 413),
+        ):
+            answer = client.post(
+                "/v1/chat/completions",
+                content=content,
+                headers={"content-type": "application/json"},
+            )
+            assert answer.status_code == status, (content[:20], answer.text)
+            assert answer.json()["error"]["message"]
+        wrong = {"authorization": "Bearer wrong"}
+        assert client.post("/v1/completions", json={}, headers=wrong).status_code == 401
+        assert client.get("/v1/nowhere").status_code == 404
+        assert ask(client, "Name a colour.") == expected
+    urls = [one["url"] for one in ray_cluster.replicas()]
+    wait_until(lambda: not any(map(num_running, urls)))
+    assert ask(client, "Name a colour.") == expected
 
 
 def test_changed_settings_reach_one_replica_after_the_other_while_requests_go_on(
