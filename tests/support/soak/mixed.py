@@ -37,7 +37,8 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 POLITE = {429, 503}
 ENDED = re.compile(rb'"finish_reason": ?"(?:length|stop)".*\ndata: \[DONE\]\n\n\Z', re.DOTALL)
-RUDE_SECONDS = 0.1  # between two of its requests: one client, not a flood
+KV_CACHE = "160MiB"  # soon full: until then its pages are new memory
+RUDE_SECONDS, LEAVE_SECONDS = 0.1, 0.5  # between two of their requests: one client each, no flood
 CUTS = ("half a body", "queued", "in its prompt", "in its answer")
 
 
@@ -64,7 +65,8 @@ def linears_of(model: Path) -> dict[str, tuple[int, int]]:
 def mixed_server(folder: Path, model: Path, **environment: str) -> Iterator[Server]:
     """Serve a GGUF file, and an adapter of random numbers."""
     adapter = write_adapter(folder / ADAPTER, linears_of(model))
-    arguments = ("--served-model-name", "soak", "--lora", f"{ADAPTER}={adapter}")
+    names = ("--served-model-name", "soak", "--lora", f"{ADAPTER}={adapter}")
+    arguments = (*names, "--kv-cache-memory", KV_CACHE)
     with model_server(folder, model, *arguments, **environment) as server:
         yield server
 
@@ -189,6 +191,7 @@ class Household:
                         reader, _ = await connection.open()
                         await reader.readuntil(b"\n\n")
                 self.answers["leaver"][phase] += 1
+                await asyncio.sleep(LEAVE_SECONDS)
 
     async def rude(self) -> None:
         """Sends what nobody would write."""
@@ -233,20 +236,21 @@ async def mixed(
         await asyncio.sleep(seconds * 0.75)
         held = server.held()
     await server.check()
-    if (grown := (held.rss - warm.rss) / MIB) > growth_mib:
-        raise SoakError(f"the memory grew by {grown:.0f} MiB")
     await until(
         lambda: server.process.num_fds() <= before.files + WORKER_FILES,
         lambda: f"open files went from {before.files} to {server.process.num_fds()}",
     )
     firsts = sorted(household.firsts)
-    return {
+    found = {
         "answers": {name: dict(found) for name, found in household.answers.items()},
         "first_byte_p50": round(firsts[len(firsts) // 2], 3),
         "first_byte_p99": round(firsts[len(firsts) * 99 // 100], 3),
         "rss_mib": [round(warm.rss / MIB), round(held.rss / MIB)],
         "files": [before.files, held.files, server.process.num_fds()],
     }
+    if (grown := (held.rss - warm.rss) / MIB) > growth_mib:
+        raise SoakError(f"the memory grew by {grown:.0f} MiB: {found}")
+    return found
 
 
 def _choice(reply: Reply) -> dict[str, Any]:
