@@ -66,7 +66,8 @@ def check_prediction(model: Path, context: int) -> None:
     taken = measured(model, found)
     parts = found["bytes"]
     steady = parts["weights"] + parts["kv_cache"] + parts["process"]
-    assert taken["filled"] == pytest.approx(steady, rel=0.03), (parts, taken)
+    # Huge pages that weights fill in part add up to 3 %; one of steps' workspace, not counted here.
+    assert taken["filled"] == pytest.approx(steady, rel=0.045), (parts, taken)
     assert parts["weights"] == pytest.approx(taken["parts"]["weights"], rel=0.03)
 
 
