@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import AdapterError
+from appliance.model.adapters.name_patterns import NamePatterns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +63,7 @@ class LoraSettings:
         excluded: the same, of excluded linears.
         layers: layer numbers; None means all.
         layers_pattern: names before such a number; empty means any.
+        patterns: matches with the expressions among all these.
     """
 
     base: str
@@ -74,6 +76,7 @@ class LoraSettings:
     alpha_pattern: Mapping[str, float]
     layers: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
+    patterns: NamePatterns
 
     def wants(self, module: str) -> bool:
         """Return True if the settings name this linear."""
@@ -86,33 +89,32 @@ class LoraSettings:
         return self._matches(self.targets, module) and self._in_layers(module)
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank)
+        return self.rank_pattern.get(self._pattern_of(self.rank_pattern, module), self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the scale of a linear's change."""
-        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.get(self._pattern_of(self.alpha_pattern, module), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
-    @staticmethod
-    def _matches(wanted: tuple[str, ...] | str, module: str) -> bool:
+    def _matches(self, wanted: tuple[str, ...] | str, module: str) -> bool:
         if isinstance(wanted, str):
-            return re.fullmatch(wanted, module) is not None
+            return self.patterns.match(wanted, module, whole=True) is not None
         return module in wanted or any(module.endswith(f".{ending}") for ending in wanted)
 
     def _in_layers(self, module: str) -> bool:
         if self.layers is None:
             return True
-        patterns = [rf"(?:^|.*?\.){pattern}\." for pattern in self.layers_pattern]
-        for pattern in patterns or [r".*?\.[^.]*\."]:
-            if found := re.match(rf"{pattern}(\d+)\.", module):
-                return int(found[1]) in self.layers
+        before = [rf"(?:^|.*?\.)(?:{pattern})" for pattern in self.layers_pattern]
+        for pattern in before or [r".*?\.[^.]*"]:
+            if found := self.patterns.match(rf"{pattern}\.(?P<layer>\d+)\.", module):
+                return int(found["layer"]) in self.layers
         return False
 
-
-def _pattern_of(patterns: Mapping[str, object], module: str) -> str:
-    """Return the first pattern that the end of a name matches."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+    def _pattern_of(self, patterns: Mapping[str, object], module: str) -> str:
+        """Return the first pattern that the end of a name matches."""
+        matches = self.patterns.match
+        return next((key for key in patterns if matches(rf"(.*\.)?({key})$", module)), module)
 
 
 def read_settings(path: Path, text: bytes) -> LoraSettings:
@@ -124,7 +126,7 @@ def read_settings(path: Path, text: bytes) -> LoraSettings:
     """
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} is no JSON: {error}; download the adapter again") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{path} is no JSON object; download the adapter again")
@@ -155,8 +157,12 @@ class _Fields:
             alpha_pattern=dict(self._pattern("alpha_pattern", 0)),
             layers=self._layers(),
             layers_pattern=self._list("layers_pattern"),
+            patterns=NamePatterns(self._path),
         )
-        self._check_patterns(settings)
+        lists = (settings.rank_pattern, settings.alpha_pattern, settings.layers_pattern)
+        names = (one for one in (settings.targets, settings.excluded) if isinstance(one, str))
+        for pattern in chain(names, *lists):
+            settings.patterns.compile(pattern)
         return settings
 
     def _refuse(self) -> None:
@@ -223,25 +229,6 @@ class _Fields:
         return [
             (key, self._number(f"{field}[{key!r}]", number, low)) for key, number in value.items()
         ]
-
-    def _check_patterns(self, settings: LoraSettings) -> None:
-        for field in ("targets", "excluded"):
-            value = getattr(settings, field)
-            self._compile(field, value if isinstance(value, str) else "")
-        for pattern in (
-            *settings.rank_pattern,
-            *settings.alpha_pattern,
-            *settings.layers_pattern,
-        ):
-            self._compile("a pattern", pattern)
-
-    def _compile(self, field: str, pattern: str) -> None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterError(
-                f"{self._path}: {field} has {pattern!r}, which is no regular expression: {error}"
-            ) from None
 
     def _wrong(self, field: str, fix: str) -> AdapterError:
         shown = repr(self._config.get(field.partition("[")[0]))[:200]
