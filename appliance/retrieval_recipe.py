@@ -37,6 +37,8 @@ QWEN3_RERANKER = (
     "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+# From the model card of llama-nemotron-rerank-1b-v2.
+NEMOTRON_RERANKER = "question:{query} \n \n passage:{document}"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 _OLD_POOLING = {
@@ -53,7 +55,7 @@ _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
 ENCODERS = frozenset(
     {
         *("bert", "roberta", "xlm-roberta", "camembert", "modernbert"),
-        *("jina_embeddings_v3", "gte", "new", "nomic_bert", "eurobert"),
+        *("jina_embeddings_v3", "gte", "new", "nomic_bert", "eurobert", "llama_bidirec"),
     }
 )
 _TWO_WAY = (("is_causal", False), ("use_bidirectional_attention", True))
@@ -131,7 +133,9 @@ class RerankRecipe:
             template with these two roles.
         labels: the token for relevant and, optionally, the one for irrelevant; as text or id.
         instruction: the default of requests.
-        by_head: an encoder's head judges both texts as a pair; all other fields are empty.
+        by_head: a head judges both texts, without labels: in the template's words, else in those of
+            a chat template that has both roles, else as the pair that the tokenizer makes of them.
+        framed: the tokenizer's special tokens stand around the filled template.
     """
 
     source: str
@@ -139,6 +143,7 @@ class RerankRecipe:
     labels: tuple[str | int, ...]
     instruction: str = ""
     by_head: bool = False
+    framed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,9 @@ def recipe_of_folder(path: Path) -> RetrievalRecipe:
         UnsupportedModelError: no code here supports the encoder.
     """
     config = _optional(path / "config.json")
+    if is_ranker(config):
+        refused = "config.json makes a reranker of it, without vectors"
+        return RetrievalRecipe(EmbeddingRecipe(refused=refused), _of_head(path, config))
     is_two_way = any(config.get(name) is value for name, value in _TWO_WAY)
     if is_two_way or str(config.get("model_type")) in ENCODERS:
         return _of_encoder(path, config)
@@ -236,10 +244,6 @@ def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
         CheckpointError: no file defines the pooling.
         UnsupportedModelError: no code here supports it.
     """
-    if is_ranker(config):
-        refused = "config.json makes a reranker of it, without vectors"
-        rerank = RerankRecipe("config.json", "", (), by_head=True)
-        return RetrievalRecipe(EmbeddingRecipe(refused=refused), rerank)
     if not (path / MODULES).is_file():
         raise CheckpointError(
             f"{path} is an encoder without {MODULES}, which says how its hidden states become one "
@@ -374,19 +378,38 @@ def _of_logits(config: Mapping[str, Any], recipe: EmbeddingRecipe) -> RerankReci
     return RerankRecipe(MODULES, "", labels, instruction)
 
 
+def _of_head(path: Path, config: Mapping[str, Any]) -> RerankRecipe:
+    """Read how a classification head gets its two texts; decoders' words are in no settings."""
+    if config.get("model_type") == "llama_bidirec":
+        return RerankRecipe("config.json", NEMOTRON_RERANKER, (), by_head=True, framed=True)
+    settings, _ = _card(path)
+    made_of = re.search(r"^base_model:[\s-]*\S*\bQwen3-Reranker", settings, re.MULTILINE)
+    if config.get("model_type") == "qwen3" and made_of:
+        return RerankRecipe("README.md", QWEN3_RERANKER, (), QWEN3_INSTRUCTION, by_head=True)
+    return RerankRecipe("config.json", "", (), by_head=True)
+
+
 def _of_readme(path: Path, config: Mapping[str, Any]) -> RerankRecipe | None:
     """Recognize Qwen3-Reranker by its model card, the only place that first described it."""
-    file = path / "README.md"
-    if config.get("model_type") != "qwen3" or not file.is_file():
+    settings, text = _card(path)
+    if config.get("model_type") != "qwen3" or not re.search(
+        r"^pipeline_tag: *text-ranking *$", settings, re.MULTILINE
+    ):
         return None
+    if not re.search(r"^# Qwen3-Reranker", text, re.MULTILINE):
+        return None
+    return RerankRecipe("README.md", QWEN3_RERANKER, ("yes", "no"), QWEN3_INSTRUCTION)
+
+
+def _card(path: Path) -> tuple[str, str]:
+    """Return the settings and the text of a model card; empty without one."""
+    file = path / "README.md"
+    if not file.is_file():
+        return "", ""
     with open_regular(file) as stream:
         text = stream.read(_MAX_README).decode(errors="replace")
     card = re.match(r"---\n(.*?)\n---\n(.*)", text, re.DOTALL)
-    if card is None or not re.search(r"^pipeline_tag: *text-ranking *$", card[1], re.MULTILINE):
-        return None
-    if not re.search(r"^# Qwen3-Reranker", card[2], re.MULTILINE):
-        return None
-    return RerankRecipe("README.md", QWEN3_RERANKER, ("yes", "no"), QWEN3_INSTRUCTION)
+    return ("", "") if card is None else (card[1], card[2])
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class EncoderEngine:
         """Pool the states of a text's tokens to (hidden_size,)."""
         ranking, pooling = self._encoder.ranking, request.pooling
         if request.second_text and ranking is not None:
-            pooling = Pooling.MEAN if ranking.mean else Pooling.CLS
+            return ranking.judged(hidden, request.prompt_token_ids)
         if pooling is Pooling.MEAN:
             mean: NDArray[np.float32] = hidden.mean(0)
             return mean

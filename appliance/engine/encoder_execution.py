@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from appliance.model.encoder.spec import RankingSpec
     from appliance.model.encoder.texts import Texts
     from appliance.model.source import ModelSource
+    from appliance.model.spec import ScoreSpec
 
 _STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, heads' output, sum
 
 
 class LoadedEncoder(Protocol):
     @property
-    def ranking(self) -> RankingSpec | None: ...
+    def ranking(self) -> RankingSpec | ScoreSpec | None: ...
     @property
     def num_token_types(self) -> int: ...
     @property

@@ -183,6 +183,7 @@ class TensorNames:
     into_stream: str = ""  # maps embeddings of another width
     out_of_stream: str = ""
     head: str = "lm_head"
+    score: str = "score"  # of a decoder that judges texts
     layer: str = "model.layers.{}."
     mixer_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from appliance.model.recurrent_spec import RecurrentSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from appliance.kernels.activation import Activation, Gating
     from appliance.kernels.routing import Router
 
@@ -270,6 +275,31 @@ class HeadNorm(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """A linear of one row that judges a text, as transformers' `...ForSequenceClassification`.
+
+    logit = score(x) / temperature, where x is the state of the last token that is not `padding`.
+
+    Attributes:
+        mean: x is the mean of all states instead.
+        padding: id of a token that counts as none; None if all count.
+    """
+
+    mean: bool = False
+    padding: int | None = None
+    temperature: float = 1.0
+
+    def judged(self, hidden: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the state (hidden_size,) that is judged, of a text's (num_tokens, hidden_size)."""
+        if self.mean:
+            mean: NDArray[np.float32] = hidden.mean(0)
+            return mean
+        counting = (place for place in reversed(range(len(ids))) if ids[place] != self.padding)
+        chosen: NDArray[np.float32] = hidden[next(counting, 0)]
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A whole decoder-only model.
 
@@ -282,6 +312,7 @@ class DecoderSpec:
             `vocab_size`.
         head_norm: what of the stored head is divided by its length.
         head_bias: the checkpoint has a bias of the logits, before `logit_scale`.
+        score: judges texts, of a decoder that only reads.
     """
 
     architecture: str
@@ -301,6 +332,7 @@ class DecoderSpec:
     read_tokens: int | None = None
     head_norm: HeadNorm | None = None
     head_bias: bool = False
+    score: ScoreSpec | None = None
 
     @property
     def num_embedded(self) -> int:

@@ -110,6 +110,8 @@ def _last_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
         yield _matrix_slot(spec, names.head, Role.HEAD, spec.vocab_size)
     if spec.head_bias:
         yield TensorSlot(f"{names.head}.bias", (spec.vocab_size,), Role.NUMBERS)
+    if spec.score is not None:
+        yield TensorSlot(f"{names.score}.weight", (1, spec.hidden_size), Role.NUMBERS)
 
 
 def _matrix_slot(spec: DecoderSpec, name: str, role: Role, rows: int) -> TensorSlot:

@@ -152,8 +152,10 @@ class Tokenizer:
             elif not inside:
                 place += 1
             inside = not is_control
-        if place != 2:  # nothing stands between them
-            raise ModelError("the tokenizer puts nothing between two texts; use another reranker")
+        if place == 1:  # nothing stands between them
+            return parts[0], [], parts[1]
+        if place != 2:
+            raise ModelError("the tokenizer leaves out a text of a pair; use another reranker")
         return parts[0], parts[1], parts[2]
 
     def encode_filled(

@@ -71,6 +71,22 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "eurobert": ("EuroBert", "EuroBertModel", {**_DECODER, "mask_token_id": 3}, 60),
     "eurobert-words": ("EuroBert", "EuroBertForMaskedLM", {**_DECODER, "mask_token_id": 3}, 60),
 }
+# Decoders whose head of one label judges texts, all by their last token: kind, class, settings.
+JUDGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", "Qwen3ForSequenceClassification", _WIDE),
+    "qwen2-no-padding": (
+        *("Qwen2", "Qwen2ForSequenceClassification"),
+        {**_DECODER, "pad_token_id": None},
+    ),
+    "llama": ("Llama", "LlamaForSequenceClassification", _DECODER),
+    "mistral": ("Mistral", "MistralForSequenceClassification", {**_DECODER, "sliding_window": 3}),
+    "gemma": ("Gemma", "GemmaForSequenceClassification", _WIDE),
+    "gemma2-capped": (
+        *("Gemma2", "Gemma2ForSequenceClassification"),
+        {**_WIDE, "attn_logit_softcapping": 0.5},
+    ),
+    "phi": ("Phi", "PhiForSequenceClassification", _DECODER),
+}
 
 
 @dataclass
@@ -106,6 +122,20 @@ def make_decoder(name: str, path: Path) -> Made:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     made.save_pretrained(path)
     return Made(path, getattr(made, "model", made), longest)
+
+
+def make_judge(name: str, path: Path) -> Any:
+    """Write a decoder with a head that judges texts, and return it."""
+    kind, model, settings = JUDGES[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    config.num_labels = 1
+    made = getattr(transformers, model)(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(path)
+    return made
 
 
 def some_texts(longest: int) -> list[list[int]]:

@@ -14,6 +14,7 @@ from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.encoder.encoder import attend_by_runs
+from appliance.model.encoder.from_decoder import score_row
 from appliance.model.loader import load_decoder
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.operations import Backend
     from appliance.model.decoder import Decoder
-    from appliance.model.encoder.spec import RankingSpec
     from appliance.model.encoder.texts import Texts
     from appliance.model.source import ModelSource
+    from appliance.model.spec import ScoreSpec
 
 
 @dataclass(slots=True)
@@ -44,13 +45,18 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class DecoderReader:
-    """A decoder with its weights that returns the hidden states of whole texts."""
+    """A decoder with its weights that returns the hidden states of whole texts.
+
+    Attributes:
+        score: the row that judges texts, (hidden_size,); None without one.
+    """
 
     decoder: Decoder
+    score: NDArray[np.float32] | None
 
     @property
-    def ranking(self) -> RankingSpec | None:
-        return None
+    def ranking(self) -> ScoreSpec | None:
+        return self.decoder.spec.score
 
     @property
     def num_token_types(self) -> int:
@@ -77,8 +83,10 @@ class DecoderReader:
         return found
 
     def rank(self, chosen: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Refuse: a decoder without a head judges nothing."""
-        raise AssertionError("the engine ranks only what has a ranking head")
+        """Return the logit of each judged state, (num_texts,), from (num_texts, hidden_size)."""
+        assert self.score is not None, "the engine ranks only what has a ranking head"
+        found: NDArray[np.float32] = chosen @ self.score
+        return found
 
 
 def load_decoder_reader(
@@ -92,7 +100,7 @@ def load_decoder_reader(
     mixer = next(iter(source.spec.attention_layers.values()))
     backend = _without_cache(select_backend(device), mixer.looks_ahead)
     decoder = load_decoder(source, backend, device, dtype, on_progress)
-    return DecoderReader(replace(decoder, on_layer=on_layer))
+    return DecoderReader(replace(decoder, on_layer=on_layer), score_row(source))
 
 
 def _without_cache(backend: Backend, looks_ahead: bool) -> Backend:
@@ -115,13 +123,16 @@ def _without_cache(backend: Backend, looks_ahead: bool) -> Backend:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        assert softcap is None, "refused when it was opened"
-        assert sinks is None, "likewise"
+        assert sinks is None, "refused when it was opened"
         kept, batch = cast("_Kept", cache), cast("RaggedBatch", work)
         before = None if window is None else window - 1
         after = before if looks_ahead else 0
         return attend_by_runs(
-            (query, kept.keys, kept.values), batch.host_query_lens, (before, after), scale
+            (query, kept.keys, kept.values),
+            batch.host_query_lens,
+            (before, after),
+            scale=scale,
+            softcap=softcap,
         )
 
     return replace(

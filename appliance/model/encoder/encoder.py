@@ -198,6 +198,7 @@ def attend_by_runs(
     lengths: Sequence[int],
     reach: tuple[int | None, int | None],
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend within each text; texts of one length that follow one another run at once.
 
@@ -206,6 +207,7 @@ def attend_by_runs(
         lengths: tokens of each text.
         reach: positions before and after its own that a query sees; None for all.
         scale: multiplies q . k; None is 1 / sqrt(head_dim).
+        softcap: scores become cap * tanh(scores / cap).
 
     Returns:
         (num_tokens, heads, head_dim) of the queries.
@@ -218,18 +220,23 @@ def attend_by_runs(
         q, k, v = (
             one[begin:end].view(count, length, *one.shape[1:]).transpose(1, 2) for one in qkv
         )
-        parts.append(_attention(q, k, v, reach, scale).transpose(1, 2).flatten(0, 1))
+        parts.append(_attention(q, k, v, reach, scale, softcap).transpose(1, 2).flatten(0, 1))
         begin = end
     return torch.cat(parts)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int | None, int | None], scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: tuple[int | None, int | None],
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """Attend within each text, (count, heads, length, head_dim)."""
     length, shared = q.shape[2], q.shape[1] != k.shape[1]
     before, after = (length if each is None else each for each in reach)
-    if min(before, after) >= length - 1:
+    if min(before, after) >= length - 1 and softcap is None:
         return functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared)
     parts = []
     for begin in range(0, length, _WINDOW_ROWS):
@@ -239,9 +246,24 @@ def _attention(
         ahead = torch.arange(first, last, device=q.device) - rows
         near = (ahead >= -before) & (ahead <= after)
         own = (q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last])
+        if softcap is not None:
+            parts.append(_capped(*own, near, scale, softcap))
+            continue
         parts.append(
             functional.scaled_dot_product_attention(
                 *own, attn_mask=near, scale=scale, enable_gqa=shared
             )
         )
     return torch.cat(parts, 2)
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, near: Tensor, scale: float | None, softcap: float
+) -> Tensor:
+    """Attend with capped scores; `near` (queries, keys) is True where a query sees a key."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
+    scores = q.float() @ k.float().transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~near, -torch.inf).softmax(-1)
+    return weights.to(v.dtype) @ v

@@ -17,7 +17,7 @@ from appliance.model.encoder.spec import (
 )
 from appliance.model.families.class_defaults import class_defaults
 from appliance.model.families.reader import ConfigReader
-from appliance.rankers import is_ranker
+from appliance.rankers import check_labels, is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -353,13 +353,8 @@ def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) 
         UnsupportedModelError: a setting asks for arithmetic that no code here has.
     """
     ranks = is_ranker(config)
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-    if ranks and count != 1:
-        raise UnsupportedModelError(
-            f"{origin}: id2label has {count} labels; a reranker has one, and models that sort "
-            "texts into classes are not served"
-        )
+    if ranks:
+        check_labels(config, origin)
     if config.get("quantization_config") is not None:
         raise UnsupportedModelError(
             f"{origin}: quantization_config is not supported in an encoder; take the checkpoint "

@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import UnsupportedModelError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
+from appliance.kernels.weight import dense
 from appliance.model.encoder.gguf_families import check_pooling
 from appliance.model.families.class_defaults import class_defaults
+from appliance.model.families.reader import ConfigReader
 from appliance.model.families.registry import (
     FAMILIES,
     GGUF_RELATIVES,
@@ -26,15 +30,19 @@ from appliance.model.families.registry import (
 )
 from appliance.model.leftovers import leftover_notes, leftovers
 from appliance.model.source import open_unchecked, tensor_problems
-from appliance.model.spec import AttentionSpec
+from appliance.model.spec import AttentionSpec, ScoreSpec
+from appliance.rankers import check_labels, is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, LayerSpec
 
+_NVIDIA = "llama_bidirec"  # whose head reads means and has a temperature
 # Settings of such files that their decoder's family does not know.
 _READ_HERE = ("attention.causal", "classifier.pooling_type")
 
@@ -61,7 +69,7 @@ def open_decoder(path: Path) -> ModelSource:
             f"{path.name}: a {spec.architecture} decoder that only reads cannot be served: {why}"
         )
     # Nothing is written, so a head would only take memory.
-    source = replace(source, spec=replace(spec, tied_head=True))
+    source = replace(source, spec=replace(spec, tied_head=True, head_bias=False))
     for problem in tensor_problems(source):
         raise problem
     return replace(source, notes=(*source.notes, *leftover_notes(leftovers(source))))
@@ -84,10 +92,32 @@ def _open_folder(path: Path) -> ModelSource:
     settings |= {
         "model_type": TWO_WAY_RELATIVES.get(kind, kind),
         "architectures": list(family.architectures[:1]),
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     }
     source = open_unchecked(path, in_torch=False, settings=settings)
-    return replace(source, spec=_both_ways(source.spec, halves)) if two_way else source
+    spec = _both_ways(source.spec, halves) if two_way else source.spec
+    score = _score(config, str(path / CONFIG_NAME)) if is_ranker(config) else None
+    return replace(source, spec=replace(spec, score=score))
+
+
+def _score(config: Mapping[str, Any], origin: str) -> ScoreSpec:
+    check_labels(config, origin)
+    reader = ConfigReader(config, origin, class_defaults(config["model_type"]))
+    if config["model_type"] != _NVIDIA:
+        padding = reader.value("pad_token_id")
+        return ScoreSpec(padding=padding if type(padding) is int else None)
+    if reader.text("pooling", "avg") != "avg":
+        raise reader.refuse("pooling", "avg")
+    return ScoreSpec(mean=True, temperature=reader.number("temperature", 1.0))
+
+
+def score_row(source: ModelSource) -> NDArray[np.float32] | None:
+    """Read the row that judges texts, (hidden_size,), over its temperature; None without one."""
+    if source.spec.score is None:
+        return None
+    row = dense(source.weights.load(f"{source.family.names.score}.weight"), "float32")
+    found: NDArray[np.float32] = np.asarray(row)[0] / np.float32(source.spec.score.temperature)
+    return found
 
 
 def _open_gguf(path: Path) -> ModelSource:
@@ -133,8 +163,6 @@ def _why_not(spec: DecoderSpec) -> str:
         return "not all of its layers are plain attention"
     if len({(one.num_kv_heads, one.head_dim) for one in attention}) > 1:
         return "the heads of its layers differ"
-    if any(one.softcap for one in attention):
-        return "its scores are capped (attn_logit_softcapping)"
     if any(one.kv_layer is not None or one.sinks for one in attention):
         return "its attention reads other layers' keys, or has sinks"
     return "its experts are not read here" if spec.has_experts else ""

@@ -18,7 +18,7 @@ from appliance.kernels.cpu.cache import PAGE_TOKENS, NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.kv_format import KVFormat
-from appliance.model.encoder.spec import EncoderSpec, HeadActivation
+from appliance.model.encoder.spec import EncoderSpec, HeadActivation, RankingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.parts import LibraryLinear
     from appliance.kernels.cpu.structs import ModelStruct
-    from appliance.model.encoder.spec import RankingSpec
     from appliance.model.encoder.texts import Texts
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, ScoreSpec
 
     Activate = Callable[[NDArray[np.float32]], NDArray[Any]]
 
@@ -64,6 +63,7 @@ class NativeEncoder:
     Attributes:
         kv_heads: number and width of a layer's key heads, the same in all layers.
         model: points into `arena`; all of its layers use cache 0.
+        head: judges texts, of a decoder by one row (hidden_size,); None without one.
         weight_format: in words.
     """
 
@@ -72,13 +72,13 @@ class NativeEncoder:
     engine: NativeEngine
     model: ModelStruct
     arena: Arena
-    head: RankingHead | None
+    head: RankingHead | NDArray[np.float32] | None
     weight_format: str
     _cache: NativeCache | None = field(default=None, init=False)
 
     @property
-    def ranking(self) -> RankingSpec | None:
-        return self.spec.ranking if isinstance(self.spec, EncoderSpec) else None
+    def ranking(self) -> RankingSpec | ScoreSpec | None:
+        return self.spec.ranking if isinstance(self.spec, EncoderSpec) else self.spec.score
 
     @property
     def num_token_types(self) -> int:
@@ -132,10 +132,13 @@ class NativeEncoder:
         """Return the head's logit of each pair, (num_pairs,).
 
         Args:
-            chosen: (num_pairs, hidden_size), first tokens or means, as the spec has it.
+            chosen: (num_pairs, hidden_size), the states that the spec has judged.
         """
         ranking, head = self.ranking, self.head
-        assert ranking is not None
+        if isinstance(head, np.ndarray):
+            logits: NDArray[np.float32] = chosen @ head
+            return logits
+        assert isinstance(ranking, RankingSpec)
         assert head is not None
         x = _ACTIVATIONS[ranking.activation](_through(head.dense, chosen))
         if head.norm is not None:

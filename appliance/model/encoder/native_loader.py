@@ -20,6 +20,7 @@ from appliance.kernels.cpu.structs import (
 )
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.weight import Packed, dense
+from appliance.model.encoder.from_decoder import score_row
 from appliance.model.encoder.native import NativeEncoder, RankingHead
 from appliance.model.encoder.native_size import TABLE_BITS, thetas
 from appliance.model.linear import LinearPart
@@ -80,7 +81,7 @@ def load_native_decoder(
         engine=engine,
         model=native.model,
         arena=native.arena,
-        head=None,
+        head=score_row(source),
         weight_format=native.weight_format,
     )
 

@@ -8,6 +8,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from appliance.kernels.activation import Activation
 
 
@@ -34,6 +39,11 @@ class RankingSpec:
     mean: bool = False
     normed: bool = False
     bias: bool = True
+
+    def judged(self, hidden: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the state (hidden_size,) that is judged, of a text's (num_tokens, hidden_size)."""
+        found: NDArray[np.float32] = hidden.mean(0) if self.mean else hidden[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,7 @@ RANGES: dict[str, Range] = {
     "embedding_scale": _FACTOR,
     "residual_scale": _FACTOR,
     "logit_scale": _FACTOR,
+    "temperature": _FACTOR,
     "rope.scaling.yarn_log_multiplier": _FACTOR,
     "query_pre_attn_scalar": _FACTOR,
     "attn_logit_softcapping": _FACTOR,

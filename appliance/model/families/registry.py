@@ -62,6 +62,7 @@ from appliance.model.families.starcoder2 import STARCODER2
 from appliance.model.families.step3p7 import STEP3P7
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 from appliance.model.families.unread_gguf import NO_MODELS, UNREAD_GGUF
+from appliance.rankers import is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -143,7 +144,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 # Two-way classes that are another one but for their defaults, by model_type.
-TWO_WAY_RELATIVES = {"eurobert": "llama"}
+TWO_WAY_RELATIVES = {"eurobert": "llama", "llama_bidirec": "llama"}
 # GGUF architectures that are another one but for the direction of attention, by label.
 GGUF_RELATIVES = {
     label: family.gguf.architecture
@@ -167,7 +168,8 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
         why = f", as {said[0]} is {str(config[said[0]]).lower()}" if said else ""
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, architectures))} reads texts and writes none{why}: "
-            "`appliance serve` serves its embeddings, and nothing else can be done with it here"
+            "`appliance serve` serves its embeddings or ranking, and nothing else can be done "
+            "with it here"
         )
     of_name = [f for f in FAMILIES if any(name in f.architectures for name in architectures)]
     if of_name:
@@ -244,8 +246,11 @@ def looks_both_ways(config: Mapping[str, Any]) -> bool:
 
 
 def only_reads(config: Mapping[str, Any]) -> bool:
-    """Return True if a config is of a decoder that attends both ways, or has no head."""
-    return find_encoder(config) is None and (looks_both_ways(config) or _is_base_class(config))
+    """Return True if a config is of a decoder that attends both ways, or has no head to write."""
+    if find_encoder(config) is not None:
+        return False
+    judges = is_ranker(config) and reading_family(config) is not None
+    return looks_both_ways(config) or judges or _is_base_class(config)
 
 
 def reading_family(config: Mapping[str, Any]) -> Family | None:

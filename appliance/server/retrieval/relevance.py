@@ -90,9 +90,10 @@ async def begin_judging(
     if instruction is not None and not (recipe.instruction or "{instruction}" in recipe.template):
         raise RequestError("this reranker takes no instruction", param="instruction")
     owner, size = key_name(scope), sum(len(one) + len(other) for one, other in pairs)
+    wanted = recipe.instruction if instruction is None else instruction
     if recipe.by_head:
         encoded = await state.texts.run(
-            lambda: [tokenizer.encode_pair(*pair) for pair in pairs], owner=owner, size=size
+            lambda: encoded_pairs(tokenizer, recipe, wanted, pairs), owner=owner, size=size
         )
         prompts, second_texts = [ids for ids, _ in encoded], [place for _, place in encoded]
         readings = begin_reading(
@@ -102,7 +103,6 @@ async def begin_judging(
             readings, f"probability by the model's own head ({recipe.source})", None
         )
     labels = _labels(tokenizer, recipe)
-    wanted = recipe.instruction if instruction is None else instruction
     prompts = await state.texts.run(
         lambda: [_prompt(tokenizer, recipe, wanted, *pair) for pair in pairs],
         owner=owner,
@@ -159,21 +159,44 @@ def _labels(tokenizer: Tokenizer, recipe: RerankRecipe) -> tuple[int, ...]:
     return tuple(labels)
 
 
+def encoded_pairs(
+    tokenizer: Tokenizer, recipe: RerankRecipe, instruction: str, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[list[int], int]]:
+    """Return each pair's ids, and where its second text begins; behind all if that is not known."""
+    if not (recipe.template or _has_both_roles(tokenizer)):
+        return [tokenizer.encode_pair(*pair) for pair in pairs]
+    prompts = [_prompt(tokenizer, recipe, instruction, *pair) for pair in pairs]
+    return [(ids, len(ids)) for ids in prompts]
+
+
+def _has_both_roles(tokenizer: Tokenizer) -> bool:
+    """Return True if the chat template is for a query and a document, as rerankers have one."""
+    if tokenizer.chat_template is None:
+        return False
+    try:
+        shown = tokenizer.chat_template.render(_turns("<query>", "<document>", ""))
+    except ChatTemplateError:
+        return False
+    return "<query>" in shown and "<document>" in shown
+
+
+def _turns(query: str, document: str, instruction: str) -> list[dict[str, str]]:
+    turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return [{"role": "system", "content": instruction}, *turns] if instruction else turns
+
+
 def _prompt(
     tokenizer: Tokenizer, recipe: RerankRecipe, instruction: str, query: str, document: str
 ) -> list[int]:
     if recipe.template:
         values = {"instruction": instruction, "query": query, "document": document}
-        return tokenizer.encode_filled(recipe.template, values, add_special_tokens=False)
-    turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    if instruction:
-        turns.insert(0, {"role": "system", "content": instruction})
+        return tokenizer.encode_filled(recipe.template, values, add_special_tokens=recipe.framed)
     if tokenizer.chat_template is None:
         raise ChatTemplateError(
             f"{recipe.source} makes a reranker of this model, but it has no chat template that "
             "says how a query and a document are put together; use the whole checkpoint"
         )
-    return tokenizer.encode_chat(turns)
+    return tokenizer.encode_chat(_turns(query, document, instruction))
 
 
 def _probability(logits: array[float]) -> float:

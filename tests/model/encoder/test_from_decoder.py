@@ -8,7 +8,15 @@ import changed_settings
 import numpy as np
 import pytest
 import torch
-from encoder_models import DECODERS, make_decoder, of_one_type, of_transformers, some_texts
+from encoder_models import (
+    DECODERS,
+    JUDGES,
+    make_decoder,
+    make_judge,
+    of_one_type,
+    of_transformers,
+    some_texts,
+)
 from native_models import LIBRARY
 
 from appliance.errors import ApplianceError
@@ -53,6 +61,62 @@ def test_hidden_states_are_those_of_transformers(
         torch.testing.assert_close(own, of_transformers(made.oracle, ids), rtol=1e-4, atol=2e-5)
 
 
+def judged(reader: DecoderReader | NativeEncoder, texts: list[list[int]]) -> list[float]:
+    """Return the logits of texts, which must be in the order of their lengths."""
+    together = of_one_type(texts)
+    states = np.split(reader.hidden(together), together.starts[1:-1])
+    assert reader.ranking is not None
+    chosen = [reader.ranking.judged(x, ids) for x, ids in zip(states, texts, strict=True)]
+    return [float(logit) for logit in reader.rank(np.stack(chosen))]
+
+
+# 0 is the padding token of those that have one.
+TEXTS = [[5, 6, 7], [5, 9, 0, 0], [8, 0, 3, 11, 0], [0, 0, 0, 0, 0], [*range(20, 60)]]
+
+
+@pytest.mark.parametrize("load", [in_torch, in_library])
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_head_judges_as_in_transformers(
+    name: str, load: Callable[[Path], DecoderReader | NativeEncoder], tmp_path: Path
+) -> None:
+    oracle = make_judge(name, tmp_path)
+    assert reads_only(tmp_path)
+    for ids, own in zip(TEXTS, judged(load(tmp_path), TEXTS), strict=True):
+        with torch.inference_mode():
+            wanted = oracle(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
+        assert own == pytest.approx(float(wanted[0, 0]), rel=1e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("load", [in_torch, in_library])
+def test_nvidias_head_reads_means_both_ways(
+    load: Callable[[Path], DecoderReader | NativeEncoder], tmp_path: Path
+) -> None:
+    """By the description of llama-nemotron-rerank: logit = score(mean) / temperature."""
+    oracle = make_judge("llama", tmp_path)
+    oracle.config.is_causal = False
+    config = read_json(tmp_path / "config.json")
+    named = {
+        "architectures": ["LlamaBidirectionalForSequenceClassification"],
+        "model_type": "llama_bidirec",
+        "pooling": "avg",
+        "temperature": 0.25,
+    }
+    write_json(tmp_path / "config.json", {**config, **named})
+    for ids, own in zip(TEXTS, judged(load(tmp_path), TEXTS), strict=True):
+        with torch.inference_mode():
+            state = of_transformers(oracle.model, ids).mean(0)
+            wanted = float(oracle.score(state)) / 0.25
+        assert own == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+def test_a_head_of_several_classes_is_refused(tmp_path: Path) -> None:
+    make_judge("qwen3", tmp_path)
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", {**config, "id2label": {"0": "no", "1": "yes"}})
+    with pytest.raises(ApplianceError, match="id2label has 2 labels"):
+        open_decoder(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["embeddinggemma", "eurobert"])
 def test_a_changed_setting_means_what_it_means_to_transformers(name: str, tmp_path: Path) -> None:
     made = make_decoder(name, tmp_path)
@@ -84,7 +148,6 @@ def test_weights_and_workspace_are_no_more_than_planned(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "voyage"}, "model_type 'voyage' of Gemma3TextModel is not one"),
-        ({"attn_logit_softcapping": 5.0}, r"capped \(attn_logit_softcapping"),
         ({"num_hidden_layers": 3}, "has no place"),
     ],
 )

@@ -6,12 +6,25 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import transformers
+from encoder_models import write_tokenizer
 from waiting import until
 
-from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
+from appliance.files import write_json
+from appliance.retrieval_recipe import (
+    QWEN3_INSTRUCTION,
+    QWEN3_RERANKER,
+    EmbeddingRecipe,
+    RerankRecipe,
+    RetrievalRecipe,
+)
+from appliance.server.retrieval.relevance import encoded_pairs
+from appliance.tokenizer import Tokenizer
 from tests.server.retrieval.test_embeddings import vector
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.server.conftest import Serve
 
 DOCUMENTS = ["ggg", "aab", "ab"]
@@ -113,3 +126,58 @@ async def test_prompts_for_queries_and_documents_are_used(serve: Serve, says: An
         answer = (await running.http.post("/v1/score", json=body)).json()
         assert answer["data"][0]["score"] == pytest.approx(cosine("aaac", "bd"), abs=1e-6)
         assert "modules.json" in answer["scorer"]
+
+
+ROLES = (
+    "{%- for m in messages -%}{{ m.role }} {{ m.content }} {% endfor -%}"
+    "{%- if add_generation_prompt %}yes or no{% endif -%}"
+)
+QWEN_CARD = (
+    "---\nbase_model:\n- Qwen/Qwen3-Reranker-0.6B\nlibrary_name: x\n---\n# Sequence labels\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "card", "template", "special", "wanted"),
+    [
+        ({"model_type": "qwen3"}, QWEN_CARD, "{{ messages }}", False, QWEN3_RERANKER),
+        (
+            {"model_type": "llama_bidirec"},
+            "",
+            None,
+            True,
+            "question:{query} \n \n passage:{document}",
+        ),
+        ({"model_type": "qwen2"}, "", ROLES, False, "query {query} document {document} yes or no"),
+        ({"model_type": "gemma"}, "", "{{ messages[0].content }}", True, None),
+        ({"model_type": "mistral"}, "", None, True, None),
+    ],
+)
+def test_a_decoders_head_reads_both_texts_in_its_makers_words(
+    config: dict[str, Any],
+    card: str,
+    template: str | None,
+    special: bool,
+    wanted: str | None,
+    tmp_path: Path,
+) -> None:
+    """As transformers' tokenizer encodes the prompt, or the pair where no words are known."""
+    write_tokenizer(tmp_path)
+    named = [f"{config['model_type']}ForSequenceClassification"]
+    write_json(tmp_path / "config.json", {**config, "architectures": named})
+    (tmp_path / "README.md").write_text(card)
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": template} if template else {})
+    tokenizer = Tokenizer.from_path(tmp_path)
+    recipe = tokenizer.retrieval.rerank
+    assert recipe is not None
+    assert recipe.by_head
+    ((ids, place),) = encoded_pairs(tokenizer, recipe, recipe.instruction, [("a bc", "cab")])
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json")
+    )
+    if wanted is None:
+        pair = reference("a bc", "cab", return_token_type_ids=True)
+        assert (ids, place) == (pair["input_ids"], pair["token_type_ids"].index(1))
+        return
+    text = wanted.format(query="a bc", document="cab", instruction=QWEN3_INSTRUCTION)
+    assert ids == reference(text, add_special_tokens=special)["input_ids"]
