@@ -21,7 +21,7 @@ from appliance.server.errors import error_response
 from appliance.server.health import health_router
 from appliance.server.idempotency import Idempotency
 from appliance.server.machine_metrics import MachineCollector
-from appliance.server.ollama.routes import ollama_router
+from appliance.server.ollama.routes import MANAGING, ollama_router
 from appliance.server.openai import openai_router
 from appliance.server.openai_responses.routes import responses_router
 from appliance.server.proxies import Proxies, root_path
@@ -112,6 +112,14 @@ async def _answer_error(
 ) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 405:
         error.headers = {"Allow": ", ".join(sorted(_methods_of(routes, request.scope)))}
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        path = request.scope["path"]
+        managed = path.startswith(MANAGING)
+        error.detail = (
+            f"{path[:100]!r} is not served: `appliance models` fetches and removes models"
+            if managed
+            else f"there is no {path[:100]!r} here; /openapi.json lists what there is"
+        )
     return error_response(error, request.scope)
 
 

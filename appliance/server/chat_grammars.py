@@ -75,11 +75,7 @@ def _build(
 ) -> Grammar:
     dialect = tokenizer.dialect
     control = tokenizer.mark_ids(dialect.marks)
-    if tools.required and content is not None:
-        raise RequestError(
-            "tool_choice and the format of the answer exclude one another; leave one out",
-            param="tool_choice",
-        )
+    # An answer that must call has no text, so a format asks for nothing.
     if tools.required and tools.schemas is not None:
         wanted = {name: tools.schemas[name] for name in tools.required}
         return must_call(dialect, wanted, control, one_call=tools.one_call, thinking=thinking)

@@ -149,7 +149,7 @@ def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
     status, body, _ = describe(error)
     path, message = scope.get("path", ""), body.error.message
     if path.startswith(anthropic.PATH):
-        return anthropic.error_body(status, message, request_id_of(scope))
+        return anthropic.error_body(status, message, body.error.code, request_id_of(scope))
     if path.startswith(ollama.PREFIX):
         return ollama.error_body(message)
     return body

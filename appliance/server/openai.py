@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,8 @@ def openai_router(server: ServerState) -> APIRouter:
             for state in server.models
             for adapter in (None, *state.adapters.names())
         ]
-        return json_response(ModelList(data=cards))
+        ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+        return json_response(ModelList(data=cards, first_id=ends[0], last_id=ends[1]))
 
     @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path=("model_id",)))
     async def model(request: Request) -> Response:
@@ -139,12 +141,17 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
 
 
 def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
-    info = state.engine.info
+    name = state.model_id if adapter is None else adapter
+    context = None if state.engine.info is None else state.engine.info.context_length
+    started = state.server.started
     return ModelCard(
-        id=state.model_id if adapter is None else adapter,
+        id=name,
         parent=None if adapter is None else state.model_id,
-        created=int(state.server.started),
-        max_model_len=None if info is None else info.context_length,
+        created=int(started),
+        display_name=name,
+        created_at=datetime.fromtimestamp(int(started), UTC).isoformat().replace("+00:00", "Z"),
+        max_model_len=context,
+        max_input_tokens=context,
         default_parameters=dict(state.sampling.values),
         state=state.engine.state.value,
         aliases=state.aliases if adapter is None else [],

@@ -200,6 +200,12 @@ class ModelCard(msgspec.Struct, kw_only=True):
     default_parameters: dict[str, float]  # default sampling
     state: str  # ready, asleep (the next request loads it), loading, waking, restarting or failed
     aliases: list[str]  # other names that requests may use
+    # Anthropic's names of the same.
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -207,3 +213,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    # Anthropic's pages; all models are on the first.
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False

@@ -33,7 +33,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 # Tokens that penalties count, as in llama.cpp: -1 for all, 0 for none.
 LastTokens = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]
-Multiplier = Annotated[float, Meta(ge=0.01, le=100.0)]
+LEAST_MULTIPLIER = 0.01
+Multiplier = Annotated[float, Meta(ge=LEAST_MULTIPLIER, le=100.0)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_LENGTH)]  # an empty one is ignored
 # Checked elsewhere, for a message with both bounds.
 Priority = Annotated[

@@ -200,3 +200,22 @@ async def test_either_name_of_the_repetition_penalty(serve: Serve, name: str) ->
         running.state.engine.generate = noted  # type: ignore[method-assign]
         assert (await running.chat("hi", **{name: 1.25})).status_code == 200
     assert seen == [1.25]
+
+
+async def test_an_ollama_penalty_of_0_is_off(serve: Serve) -> None:
+    """LiteLLM 1.108 sends OpenAI's `frequency_penalty` as `repeat_penalty`, by default 0."""
+    seen: list[float] = []
+    async with serve() as running:
+        generate = running.state.engine.generate
+
+        def noted(request: Any) -> Any:
+            seen.append(request.sampling.repetition_penalty)
+            return generate(request)
+
+        running.state.engine.generate = noted  # type: ignore[method-assign]
+        for value in (0, 0.0, 1.25):
+            body = {**BODIES["/api/chat"], "options": {"repeat_penalty": value}}
+            assert (await running.http.post("/api/chat", json=body)).status_code == 200
+        body = {**BODIES["/api/chat"], "options": {"repeat_penalty": 0.001}}
+        assert (await running.http.post("/api/chat", json=body)).status_code == 400
+    assert seen == [1.0, 1.0, 1.25]

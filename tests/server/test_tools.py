@@ -212,7 +212,6 @@ async def test_what_cannot_be_obeyed_is_refused(serve: Serve, tokenizer: Tokeniz
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [CLOCK, with_schema(wrong)], "tool_choice": "required"}, place),
         ({"tools": [CLOCK, with_schema(wrong, strict=True)]}, place),
-        ({"tool_choice": "required", "response_format": schema}, "tool_choice"),
         ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ]
@@ -227,6 +226,33 @@ async def test_what_cannot_be_obeyed_is_refused(serve: Serve, tokenizer: Tokeniz
         assert (await running.http.post(CHAT, json=fine)).status_code == 200
         both = ask("hi", response_format=schema)
         assert (await running.http.post(CHAT, json=both)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ],
+)
+async def test_a_format_does_not_concern_an_answer_that_must_call(
+    serve: Serve, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """OpenAI's agents and instructor send both: the format of the end, and now a call."""
+    seen: list[Any] = []
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    async with serve(tokenizer=tokenizer) as running:
+        generate = running.state.engine.generate
+
+        def noted(request: Any) -> Any:
+            seen.append(request.sampling.grammar)
+            return generate(request)
+
+        running.state.engine.generate = noted  # type: ignore[method-assign]
+        for body in (ask("hi", **fields), ask("hi", **fields, response_format=form)):
+            assert (await running.http.post(CHAT, json=body)).status_code == 200
+    assert seen[0] is not None
+    assert seen[0] == seen[1], "the call's grammar, with a format or without"
 
 
 async def test_malformed_calls_are_content(serve: Serve, tokenizer: Tokenizer) -> None:

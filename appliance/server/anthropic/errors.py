@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 PATH = "/v1/messages"
+# A client that gets it sends the whole conversation, if it may.
+NO_THREADS = "thread_unsupported_request"
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -18,11 +20,19 @@ _KINDS = {
 }
 
 
-class AnthropicError(msgspec.Struct):
+class ErrorDetails(msgspec.Struct):
+    """The reason of a failure from which Anthropic's clients recover."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class AnthropicError(msgspec.Struct, omit_defaults=True):
     """The inside of an error body."""
 
     type: str
     message: str
+    details: ErrorDetails | None = None
 
 
 class AnthropicErrorBody(msgspec.Struct, kw_only=True):
@@ -33,7 +43,8 @@ class AnthropicErrorBody(msgspec.Struct, kw_only=True):
     request_id: str
 
 
-def error_body(status: int, message: str, request_id: str) -> AnthropicErrorBody:
+def error_body(status: int, message: str, code: str | None, request_id: str) -> AnthropicErrorBody:
     """Build an error body; the status determines its type."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return AnthropicErrorBody(error=AnthropicError(kind, message), request_id=request_id)
+    details = ErrorDetails(NO_THREADS, ["thread"]) if code == NO_THREADS else None
+    return AnthropicErrorBody(error=AnthropicError(kind, message, details), request_id=request_id)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from appliance.errors import RequestError
 from appliance.server.anthropic.answers import AnthropicMessage, InputTokens
-from appliance.server.anthropic.errors import PATH, AnthropicErrorBody
+from appliance.server.anthropic.errors import NO_THREADS, PATH, AnthropicErrorBody
 from appliance.server.anthropic.messages import WIRE, message_frames, whole_message
 from appliance.server.anthropic.schema import (
     HARMLESS,
@@ -85,6 +86,12 @@ def anthropic_router(server: ServerState) -> APIRouter:
 def _conversation(
     body: CountRequest, sampling: SamplingFields, *, max_tokens: int | None = None
 ) -> Conversation:
+    if body.thread:
+        raise RequestError(
+            "no conversation is held here; leave thread out, and send all messages",
+            param="thread",
+            code=NO_THREADS,
+        )
     config, thinking = body.output_config, body.thinking
     form = body.output_format if config is None else config.format or body.output_format
     return Conversation(

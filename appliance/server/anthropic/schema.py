@@ -109,6 +109,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the beta's name of `output_config.format`
+    thread: dict[str, Any] | None = None  # of a conversation that the server would hold
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -126,7 +127,6 @@ _UNSUPPORTED: Table = {
     "compaction": (None, {}),
     "container": (None,),
     "mcp_servers": (None, []),
-    "thread": (None, {}),
 }
 UNSUPPORTED: Table = _UNSUPPORTED | foreign(
     {*MessagesRequest.__struct_fields__, *_UNSUPPORTED, *HARMLESS},

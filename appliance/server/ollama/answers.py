@@ -137,6 +137,12 @@ class Shown(msgspec.Struct, kw_only=True):
     modified_at: str
 
 
+class PullStatus(msgspec.Struct):
+    """Answer of POST /api/pull, as its only line."""
+
+    status: str = "success"
+
+
 class OllamaVersion(msgspec.Struct):
     """Answer of GET /api/version."""
 

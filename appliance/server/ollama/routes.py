@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from appliance.errors import RequestError
+from appliance.errors import RequestError, UnknownModelError
 from appliance.server.body import body_size
 from appliance.server.conversation import Conversation, conversation
 from appliance.server.errors import json_response, request_id_of
@@ -23,6 +24,7 @@ from appliance.server.ollama.answers import (
     OllamaMessage,
     OllamaVersion,
     OneEmbedded,
+    PullStatus,
     RunningModels,
     Shown,
     Tags,
@@ -40,6 +42,7 @@ from appliance.server.ollama.schema import (
     GenerateRequest,
     OllamaChatRequest,
     Options,
+    PullRequest,
     ShowRequest,
     unloads,
 )
@@ -69,6 +72,8 @@ if TYPE_CHECKING:
 
 # Clients infer features from it, so it is the version of the implemented API.
 VERSION = "0.12.0"
+# Routes by which Ollama's clients change its models; none is served.
+MANAGING = ("/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/")
 
 
 def ollama_router(server: ServerState) -> APIRouter:
@@ -158,6 +163,19 @@ def ollama_router(server: ServerState) -> APIRouter:
     async def show(request: Request) -> Response:
         state, _ = await take(request, ShowRequest, {}, set())
         return json_response(shown(state))
+
+    @router.post("/api/pull", **described(PullRequest, PullStatus, streams=True))
+    async def pull(request: Request) -> Response:
+        """Report that a served model is there, as clients ask before they use one."""
+        try:
+            _, body = await take(request, PullRequest, {}, {"insecure", "username", "password"})
+        except UnknownModelError as error:
+            raise UnknownModelError(
+                f"{error.message}; `appliance models pull` fetches others"
+            ) from error
+        if body.stream is False:
+            return json_response(PullStatus())
+        return Response(msgspec.json.encode(PullStatus()) + b"\n", media_type=WIRE.media_type)
 
     @router.get("/api/version", **described(None, OllamaVersion))
     async def version() -> Response:

@@ -46,7 +46,8 @@ class Options(msgspec.Struct, kw_only=True):
         | None
     ) = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    # 0 is off, too: LiteLLM sends OpenAI's frequency_penalty by this name, which is 0 by default.
+    repeat_penalty: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     repeat_last_n: Most | None = None  # tokens that penalties count: all (-1), or none (0)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -158,6 +159,14 @@ class ShowRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str | None = None  # its older name
     verbose: bool | None = None
+
+
+class PullRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /api/pull."""
+
+    model: str | None = None
+    name: str | None = None  # its older name
+    stream: bool | None = None
 
 
 _HERE = {

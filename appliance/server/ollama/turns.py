@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
-from appliance.server.schema import SamplingFields
+from appliance.server.schema import LEAST_MULTIPLIER, SamplingFields
 from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
@@ -130,6 +130,8 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
     for name in ("typical_p", "tfs_z"):
         if getattr(options, name) not in (None, 1.0):
             raise _refused(name, "leave it out, or 1")
+    if 0 < (options.repeat_penalty or 0) < LEAST_MULTIPLIER:
+        raise _refused("repeat_penalty", f"0 is off, or it is {LEAST_MULTIPLIER} to 100")
     penalties = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
     window = None if options.repeat_last_n is None else int(options.repeat_last_n)
     if window is None and any(penalty is not None for penalty in penalties):
@@ -142,7 +144,7 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
         min_p=options.min_p,
         seed=None if options.seed is None else int(options.seed),
         stop=options.stop,
-        repetition_penalty=options.repeat_penalty,
+        repetition_penalty=options.repeat_penalty or None,
         repeat_last_n=window,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,

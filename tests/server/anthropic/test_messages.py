@@ -457,3 +457,41 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
             with pytest.raises(anthropic.APIStatusError, match="internal error"):
                 await stream.get_final_message()
         assert running.state.engine.num_running == 0
+
+
+async def test_a_client_of_threads_goes_on_without(serve: Serve, tokenizer: Tokenizer) -> None:
+    """The package's tool runner asks for a thread, and gives it up at this error alone."""
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool  # type: ignore[untyped-decorator]
+    async def weather(city: str) -> str:
+        """The weather now."""
+        asked.append(city)
+        return "sunny"
+
+    async with (
+        serve(tokenizer=tokenizer, max_model_len=4096) as running,
+        client_of(running) as client,
+    ):
+        runner = client.beta.messages.tool_runner(
+            model="echo",
+            max_tokens=500,
+            max_iterations=2,  # the engine would repeat the call
+            messages=[{"role": "user", "content": OSLO}],
+            tools=[weather],
+        )
+        await runner.until_done()
+    assert asked == ["Oslo 🎈"] * 2
+
+
+async def test_models_have_the_fields_of_the_protocol(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        page = await client.models.list()
+        (model,) = page.data
+        found = [model, await client.models.retrieve("echo")]
+        assert (page.has_more, page.first_id, page.last_id) == (False, "echo", "echo")
+    for one in found:
+        strict = type(one).model_validate(one.model_dump())  # the package leaves answers unchecked
+        assert (strict.id, strict.type, strict.display_name) == ("echo", "model", "echo")
+        assert strict.max_input_tokens == 512
+        assert strict.created_at.tzinfo is not None

@@ -384,3 +384,17 @@ async def test_log_probabilities_whole_and_streamed(serve: Serve, tokenizer: Tok
         assert "logprobs" not in plain.text
         more = {**asked, "top_logprobs": 21}
         assert (await running.http.post("/api/chat", json=more)).status_code == 400
+
+
+async def test_a_served_model_is_pulled_and_nothing_else_is_managed(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        assert (await client.pull("echo")).status == "success"
+        stream = await client.pull("echo:latest", stream=True)
+        assert [part.status async for part in stream] == ["success"]
+        for refused in (
+            client.pull("llama3"), client.create("x", from_="echo"), client.copy("echo", "x"),
+            client.delete("echo"), client.push("echo"),
+        ):  # fmt: skip
+            with pytest.raises(ollama.ResponseError, match="appliance models") as error:
+                await refused
+            assert error.value.status_code == 404
