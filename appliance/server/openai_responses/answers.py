@@ -86,6 +86,28 @@ class LocalShellCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="lo
     action: ExecAction = msgspec.field(default_factory=ExecAction)
 
 
+class ShellAction(msgspec.Struct, kw_only=True):
+    """Commands for the client's shell, and limits of all of them."""
+
+    commands: list[str] = []
+    timeout_ms: int | None = None
+    max_output_length: int | None = None  # characters
+
+
+class LocalEnvironment(msgspec.Struct, kw_only=True, frozen=True, tag_field="type", tag="local"):
+    """The client's machine."""
+
+
+class ShellCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"):
+    """A call of the client's shell, with several commands."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    action: ShellAction = msgspec.field(default_factory=ShellAction)
+    environment: LocalEnvironment = LocalEnvironment()
+
+
 class PatchOperation(msgspec.Struct, kw_only=True):
     """A change of a file."""
 
@@ -103,7 +125,8 @@ class ApplyPatchCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="ap
     operation: PatchOperation = msgspec.field(default_factory=PatchOperation)
 
 
-BuiltInCall = CustomCallItem | LocalShellCallItem | ApplyPatchCallItem
+BuiltInCall = CustomCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
+BUILT_IN_CALLS = (CustomCallItem, LocalShellCallItem, ShellCallItem, ApplyPatchCallItem)
 OutputItem = MessageItem | ReasoningItem | CallItem | BuiltInCall
 
 

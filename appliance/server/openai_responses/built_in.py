@@ -1,4 +1,4 @@
-"""Tools whose calls are no functions in the Responses API: custom ones, and two of coding agents.
+"""Tools whose calls are no functions in the Responses API: custom ones, and those of coding agents.
 
 A model calls each as a function; here its definition, and the item of a call from its arguments
 and back.
@@ -19,6 +19,8 @@ from appliance.server.openai_responses.answers import (
     ExecAction,
     LocalShellCallItem,
     PatchOperation,
+    ShellAction,
+    ShellCallItem,
 )
 from appliance.server.tools import Offer, arguments_of
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from appliance.server.openai_responses.answers import BuiltInCall, Status
     from appliance.server.openai_responses.schema import Item, ResponsesTool
 
-CUSTOM, LOCAL_SHELL, APPLY_PATCH = "custom", "local_shell", "apply_patch"
+CUSTOM, LOCAL_SHELL, SHELL, APPLY_PATCH = "custom", "local_shell", "shell", "apply_patch"
 _HALF = re.compile(r"\\ud[89ab][0-9a-f]{2}(\\(u[0-9a-f]{0,3})?)?$", re.IGNORECASE)  # a character
 _STRING = {"type": "string"}
 _SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,6 +46,18 @@ _SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
                 "timeout_ms": {"type": "integer"},
             },
             "required": ["command"],
+        },
+    ),
+    SHELL: (
+        "Runs commands in a shell on the user's machine, side by side, and returns their output.",
+        {
+            "type": "object",
+            "properties": {
+                "commands": {"type": "array", "items": _STRING},
+                "timeout_ms": {"type": "integer"},
+                "max_output_length": {"type": "integer", "description": "In characters."},
+            },
+            "required": ["commands"],
         },
     ),
     APPLY_PATCH: (
@@ -72,8 +86,15 @@ def offer_of(tool: ResponsesTool, place: str) -> Offer:
     """Return the function as which a model calls a tool.
 
     Raises:
-        RequestError: a custom tool's format is unknown.
+        RequestError: a custom tool's format is unknown, or a shell is not the client's.
     """
+    if (tool.environment or {}).get("type", "local") != "local":
+        raise RequestError(
+            f"{place}.environment is a container at OpenAI; the type here is local, for which the "
+            "client runs the commands",
+            param="tools",
+            code="unsupported_tool",
+        )
     if tool.type in BUILT_IN:
         description, schema = _SCHEMAS[tool.type]
         return Offer(tool.type, schema, place, description)
@@ -103,6 +124,8 @@ def call_item(kind: str, name: str, number: str, call_id: str) -> BuiltInCall:
     """Return the item of a call that begins."""
     if kind == LOCAL_SHELL:
         return LocalShellCallItem(id=f"lsh_{number}", call_id=call_id)
+    if kind == SHELL:
+        return ShellCallItem(id=f"sh_{number}", call_id=call_id)
     if kind == APPLY_PATCH:
         return ApplyPatchCallItem(id=f"apc_{number}", call_id=call_id)
     return CustomCallItem(id=f"ctc_{number}", call_id=call_id, name=name)
@@ -125,6 +148,14 @@ def fill(item: BuiltInCall, text: str, status: Status) -> None:
                 timeout_ms=timeout if isinstance(timeout, int) else None,
                 working_directory=folder if isinstance(folder, str) else None,
             )
+        case ShellCallItem():
+            commands = found.get("commands", [])
+            timeout, length = found.get("timeout_ms"), found.get("max_output_length")
+            item.action = ShellAction(
+                commands=list(map(str, commands if isinstance(commands, list) else [commands])),
+                timeout_ms=timeout if isinstance(timeout, int) else None,
+                max_output_length=length if isinstance(length, int) else None,
+            )
         case ApplyPatchCallItem():
             texts = {name: str(found[name]) for name in ("type", "path", "diff") if name in found}
             item.operation = PatchOperation(**texts)
@@ -139,13 +170,14 @@ def call_of(item: Item) -> tuple[str, str] | None:
     match item.type:
         case "custom_tool_call" if item.name is not None:
             return item.name, json.dumps({"input": item.input or ""}, ensure_ascii=False)
-        case "local_shell_call":
+        case "local_shell_call" | "shell_call":
             action = {
                 name: value
                 for name, value in (item.action or {}).items()
                 if value not in (None, {}) and name != "type"
             }
-            return LOCAL_SHELL, json.dumps(action, ensure_ascii=False)
+            name = LOCAL_SHELL if item.type == "local_shell_call" else SHELL
+            return name, json.dumps(action, ensure_ascii=False)
         case "apply_patch_call":
             return APPLY_PATCH, json.dumps(item.operation or {}, ensure_ascii=False)
     return None

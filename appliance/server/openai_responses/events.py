@@ -107,6 +107,26 @@ class CustomInputDone(msgspec.Struct, kw_only=True):
     sequence_number: int = 0
 
 
+class ShellCommand(msgspec.Struct, kw_only=True):
+    """A shell's command begins, or is complete."""
+
+    type: str
+    output_index: int
+    command_index: int
+    command: str
+    sequence_number: int = 0
+
+
+class ShellCommandDelta(msgspec.Struct, kw_only=True):
+    """More of a shell's command."""
+
+    type: str = "response.shell_call_command.delta"
+    output_index: int
+    command_index: int
+    delta: str
+    sequence_number: int = 0
+
+
 class ArgumentsDelta(msgspec.Struct, kw_only=True):
     """More of a call's arguments."""
 

@@ -12,15 +12,15 @@ from appliance.errors import ApplianceError
 from appliance.server.errors import describe
 from appliance.server.frames import FrameTemplate, event_frame
 from appliance.server.openai_responses.answers import (
-    ApplyPatchCallItem,
+    BUILT_IN_CALLS,
     CallItem,
     CustomCallItem,
-    LocalShellCallItem,
     MessageItem,
     OutputText,
     ReasoningItem,
     ReasoningText,
     ResponseFailure,
+    ShellCallItem,
 )
 from appliance.server.openai_responses.events import (
     ArgumentsDelta,
@@ -32,6 +32,8 @@ from appliance.server.openai_responses.events import (
     ReasoningDelta,
     ReasoningDone,
     ResponseEvent,
+    ShellCommand,
+    ShellCommandDelta,
     TextDelta,
     TextDone,
 )
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from appliance.server.responses import TokenLogprob
 
 _MARK = FrameTemplate.MARK
-_BUILT_IN = (CustomCallItem, LocalShellCallItem, ApplyPatchCallItem)
 _END = b"0}\n\n"  # of a frame that ends in the number 0
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class _Events:
             frames += self._added()
         else:
             self._output.push(part, logprobs)
-        if isinstance(part, CallBegin) or isinstance(self._output.items[-1], _BUILT_IN):
+        if isinstance(part, CallBegin) or isinstance(self._output.items[-1], BUILT_IN_CALLS):
             return frames  # the input of a tool that is no function is known at its end
         if logprobs:
             item, index = self._output.items[-1], len(self._output.items) - 1
@@ -132,7 +133,7 @@ class _Events:
         item = self._output.items[-1]
         frames = self._item("response.output_item.added", item)
         self._delta = None
-        if isinstance(item, (CallItem, *_BUILT_IN)):
+        if isinstance(item, (CallItem, *BUILT_IN_CALLS)):
             return frames
         empty = OutputText() if isinstance(item, MessageItem) else ReasoningText()
         return frames + self._part("response.content_part.added", item, empty)
@@ -173,6 +174,9 @@ class _Events:
                 delta = CustomInputDelta(item_id=item.id, output_index=index, delta=item.input)
                 whole = CustomInputDone(item_id=item.id, output_index=index, input=item.input)
                 frames = self._frame(delta) + self._frame(whole)
+            case ShellCallItem():
+                for number, command in enumerate(item.action.commands):
+                    frames += self._command(number, command)
             case CallItem():
                 frames = self._frame(
                     ArgumentsDone(
@@ -183,6 +187,28 @@ class _Events:
                     )
                 )
         return frames + self._item("response.output_item.done", item)
+
+    def _command(self, number: int, command: str) -> bytes:
+        """Make the frames of a shell's command, which is known as a whole."""
+        index = len(self._output.items) - 1
+        return b"".join(
+            self._frame(event)
+            for event in (
+                ShellCommand(
+                    type="response.shell_call_command.added",
+                    output_index=index,
+                    command_index=number,
+                    command="",
+                ),
+                ShellCommandDelta(output_index=index, command_index=number, delta=command),
+                ShellCommand(
+                    type="response.shell_call_command.done",
+                    output_index=index,
+                    command_index=number,
+                    command=command,
+                ),
+            )
+        )
 
     def _item(self, kind: str, item: OutputItem) -> bytes:
         index = len(self._output.items) - 1

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.server.openai_responses.answers import (
-    ApplyPatchCallItem,
+    BUILT_IN_CALLS,
     CallItem,
-    CustomCallItem,
-    LocalShellCallItem,
     MessageItem,
     OutputItem,
     OutputText,
@@ -26,11 +24,10 @@ if TYPE_CHECKING:
 
     from appliance.server.responses import TokenLogprob
 
-_BUILT_IN = (CustomCallItem, LocalShellCallItem, ApplyPatchCallItem)
 _KINDS: dict[type[Part], tuple[type[OutputItem], ...]] = {
     Content: (MessageItem,),
     Thought: (ReasoningItem,),
-    CallArguments: (CallItem, *_BUILT_IN),
+    CallArguments: (CallItem, *BUILT_IN_CALLS),
 }
 
 

@@ -27,7 +27,10 @@ HARMLESS = {
 ENCRYPTED = "reasoning.encrypted_content"  # in `include`
 LOGPROBS = "message.output_text.logprobs"
 # Tools that coding agents offer to any model; the server omits them, as if never called.
-SKIPPED_TOOLS = {"image_generation", "tool_search", "web_search"}
+SKIPPED_TOOLS = {
+    *("image_generation", "tool_search", "web_search", "web_search_2025_08_26"),
+    *("web_search_preview", "web_search_preview_2025_03_11"),
+}
 
 
 class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -36,6 +39,15 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+
+class OutputPart(InputPart, kw_only=True, omit_defaults=True):
+    """A part of a tool's output; of a shell's, the output of its commands, without a type."""
+
+    type: str = ""
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: dict[str, Any] | None = None
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -53,9 +65,9 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None  # of a custom tool
-    action: dict[str, Any] | None = None  # of a local shell
+    action: dict[str, Any] | None = None  # of a shell
     operation: dict[str, Any] | None = None  # of a patch
-    output: str | list[InputPart] | dict[str, Any] | None = None
+    output: str | list[OutputPart] | dict[str, Any] | None = None
 
 
 class CustomFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -75,6 +87,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: CustomFormat | None = None
+    environment: dict[str, Any] | None = None  # of a shell
     tools: list[ResponsesTool] | None = None
 
 

@@ -18,14 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.dialects.turns import Turn
-    from appliance.server.openai_responses.schema import ResponsesRequest, ResponsesTool
+    from appliance.server.openai_responses.schema import (
+        OutputPart,
+        ResponsesRequest,
+        ResponsesTool,
+    )
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedWarningFilter(3600.0))
 
 _OUTPUTS = {
     *("function_call_output", "custom_tool_call_output"),
-    *("local_shell_call_output", "apply_patch_call_output"),
+    *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
 }
 
 _decode = msgspec.json.Decoder(list[Item]).decode
@@ -120,8 +124,8 @@ class _Turns:
                 raise RequestError(
                     f"{where} is of type {str(item.type)[:40]!r}, or lacks a field of it; supported"
                     " are message (role, content), reasoning, item_reference (id), function_call "
-                    "and custom_tool_call (call_id, name), local_shell_call and apply_patch_call "
-                    "(call_id), and the outputs of these (call_id)",
+                    "and custom_tool_call (call_id, name), local_shell_call, shell_call and "
+                    "apply_patch_call (call_id), and the outputs of these (call_id)",
                     param="input",
                     code="unsupported_content",
                 )
@@ -146,11 +150,25 @@ def _output(item: Item, where: str) -> str:
     output = item.output
     if isinstance(output, dict):  # older agents' form of a failure
         return str(output.get("content", ""))
+    if item.type == "shell_call_output" and isinstance(output, list):
+        return "\n".join(map(_printed, output))
     text = _text(output, where)
     return text or item.status or ""
 
 
-def _text(content: str | list[InputPart] | None, where: str) -> str:
+def _printed(part: OutputPart) -> str:
+    """Return what a shell's command printed, and how it ended if it failed."""
+    outcome = part.outcome or {}
+    end = ""
+    if outcome.get("type") == "timeout":
+        end = "[timed out]"
+    elif outcome.get("exit_code"):
+        end = f"[exit code {outcome['exit_code']}]"
+    texts = (part.text, part.stdout, part.stderr, end)
+    return "\n".join(text.removesuffix("\n") for text in texts if text)
+
+
+def _text(content: str | Sequence[InputPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -183,7 +201,7 @@ def tools_of(body: ResponsesRequest) -> Tools:
     if choice.type != "allowed_tools":
         raise RequestError(
             f"tool_choice has the type {choice.type[:40]!r}; supported are function, custom, "
-            "local_shell, apply_patch and allowed_tools",
+            "local_shell, shell, apply_patch and allowed_tools",
             param="tool_choice",
         )
     kept = allowed(offers, [tool.name or tool.type for tool in choice.tools or ()])

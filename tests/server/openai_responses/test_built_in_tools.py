@@ -52,6 +52,17 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         },
     ),
     (
+        {"type": "shell", "environment": {"type": "local"}},
+        call("shell", commands=["ls -l", "echo 🎈"], timeout_ms=9, max_output_length=99),
+        {
+            "type": "shell_call",
+            "action": {
+                "commands": ["ls -l", "echo 🎈"], "timeout_ms": 9, "max_output_length": 99,
+            },
+            "environment": {"type": "local"},
+        },
+    ),
+    (
         {"type": "apply_patch"},
         call("apply_patch", type="update_file", path="a.py", diff="-a\n+b"),
         {
@@ -81,6 +92,10 @@ async def test_calls_whole_and_streamed(
         if expected["type"] == "custom_tool_call":
             deltas = [e["delta"] for e in events if e["type"].endswith("call_input.delta")]
             assert "".join(deltas) == expected["input"]
+        if expected["type"] == "shell_call":
+            ends = [event for event in events if event["type"].endswith("shell_call_command.done")]
+            assert [event["command"] for event in ends] == expected["action"]["commands"]
+            assert [event["command_index"] for event in ends] == [0, 1]
 
 
 async def test_a_cut_call_is_incomplete(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -115,6 +130,12 @@ async def test_the_history_of_such_calls(
          "operation": operation},
         {"type": "apply_patch_call_output", "call_id": "c3", "status": "completed",
          "output": "gone"},
+        {"type": "shell_call", "call_id": "c4", "status": "completed",
+         "action": {"commands": ["ls", "rm b"], "timeout_ms": None}},
+        {"type": "shell_call_output", "call_id": "c4", "max_output_length": 99, "output": [
+            {"stdout": "a.py\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}},
+            {"stdout": "", "stderr": "rm: no b\n", "outcome": {"type": "exit", "exit_code": 1}},
+            {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}}]},
         {"type": "web_search_call", "id": "w", "status": "completed",
          "action": {"type": "search", "query": "x", "queries": []}},
     ]  # fmt: skip
@@ -125,14 +146,16 @@ async def test_the_history_of_such_calls(
         response = await running.http.post("/v1/responses", json=body)
         assert response.status_code == 200, response.text
     turns, listed, _ = seen[-1]
-    assert [turn["role"] for turn in turns] == ["user", *["assistant", "tool"] * 3]
+    assert [turn["role"] for turn in turns] == ["user", *["assistant", "tool"] * 4]
     called = [turn["tool_calls"][0]["function"] for turn in turns[1::2]]
     assert called == [
         {"name": "apply_patch", "arguments": {"input": PATCH}},
         {"name": "local_shell", "arguments": {"command": ["ls"]}},
         {"name": "apply_patch", "arguments": operation},
+        {"name": "shell", "arguments": {"commands": ["ls", "rm b"]}},
     ]
-    assert [turn["content"] for turn in turns[2::2]] == ["done", "a.py", "gone"]
+    printed = "a.py\nrm: no b\n[exit code 1]\n[timed out]"
+    assert [turn["content"] for turn in turns[2::2]] == ["done", "a.py", "gone", printed]
     assert GRAMMAR in listed[0]["function"]["description"]
 
 
@@ -160,3 +183,17 @@ async def test_a_regex_holds_and_a_wrong_format_is_refused(
             response = await running.http.post("/v1/responses", json=body)
             assert response.status_code == status, response.text
         assert "[0-9]{3}" in grammars[0].text
+
+
+async def test_a_shell_runs_at_the_client_alone(serve: Serve, tokenizer: Tokenizer) -> None:
+    local: dict[str, Any] = {"type": "shell"}
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        for tool, status in (
+            (local, 200),
+            ({**local, "environment": None}, 200),
+            ({**local, "environment": {"type": "container_auto"}}, 400),
+            ({**local, "environment": {"type": "container_reference", "container_id": "c"}}, 400),
+        ):
+            body = {"input": "x", "tools": [tool], "tool_choice": local, "max_output_tokens": 16}
+            response = await running.http.post("/v1/responses", json=body)
+            assert response.status_code == status, response.text
