@@ -54,7 +54,7 @@ _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
 # Values of model_type with bidirectional attention.
 ENCODERS = frozenset(
     {
-        *("bert", "roberta", "xlm-roberta", "camembert", "modernbert"),
+        *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert"),
         *("jina_embeddings_v3", "gte", "new", "nomic_bert", "eurobert", "llama_bidirec"),
     }
 )

@@ -33,6 +33,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "nomic-bert": ("NomicBert", {**BERT, "hidden_act": "silu", "rope_parameters": ROPE}, 200),
     "gte": ("Gte", {**BERT, "pad_token_id": 1, "rope_parameters": ROPE}, 200),
     "jina-v3": ("JinaEmbeddingsV3", {**BERT, "rope_parameters": ROPE}, 200),
+    "distilbert": ("DistilBert", {**BERT, "hidden_dim": 96}, 200),
+    "mpnet": ("MPNet", BERT, 200),
+    "gte-yarn": (
+        "Gte",
+        {
+            **BERT,
+            "pad_token_id": 1,
+            "rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0},
+        },
+        200,
+    ),
     "modernbert": ("ModernBert", MODERN, 1200),
     "modernbert-mean": ("ModernBert", {**MODERN, "classifier_pooling": "mean"}, 70),
 }

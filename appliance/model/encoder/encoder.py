@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from torch.nn import functional
 from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.model.encoder.spec import HeadActivation
+from appliance.model.rope import Rope
 from appliance.model.weight_format import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
     from appliance.model.encoder.spec import EncoderLayerSpec, EncoderSpec, RankingSpec
     from appliance.model.encoder.texts import Texts
+    from appliance.model.spec import RopeSpec
 
+_FAR = 128  # tokens; all that is farther shares a bucket
 _WINDOW_ROWS = 512  # queries that attend at once in a layer with a window
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: functional.gelu,
@@ -34,6 +38,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 _HEAD_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
     HeadActivation.TANH: torch.tanh,
     HeadActivation.GELU: functional.gelu,
+    HeadActivation.RELU: functional.relu,
 }
 
 
@@ -86,6 +91,7 @@ class TextEncoder:
     tokens: Tensor  # (vocab_size, hidden_size)
     positions: Tensor | None  # (positions, hidden_size)
     token_types: Tensor | None  # (token_types, hidden_size)
+    distances: Tensor | None  # (distance_buckets, num_heads)
     embedding_norm: LayerNorm
     layers: tuple[EncoderLayer, ...]
     final_norm: LayerNorm | None
@@ -118,16 +124,16 @@ class TextEncoder:
         if self.positions is not None:
             x = x + functional.embedding(positions + self.spec.first_position, self.positions)
         x = self.embedding_norm(x)
-        angles = self._angles(positions)
+        angles, biases = self._angles(positions), self._biases(texts.lengths[-1])
         for layer in self.layers:
-            turns = None if layer.spec.rope_theta is None else angles[layer.spec.rope_theta]
+            turns = None if layer.spec.rope is None else angles[layer.spec.rope]
             if self.spec.norms_follow:
                 assert layer.attention_norm is not None
-                x = layer.attention_norm(x + self._attend(layer, x, texts, turns))
+                x = layer.attention_norm(x + self._attend(layer, x, texts, turns, biases))
                 x = layer.mlp_norm(x + self._mlp(layer, x))
             else:
                 normed = x if layer.attention_norm is None else layer.attention_norm(x)
-                x = x + self._attend(layer, normed, texts, turns)
+                x = x + self._attend(layer, normed, texts, turns, biases)
                 x = x + self._mlp(layer, layer.mlp_norm(x))
             self.on_layer()
         return _floats(x if self.final_norm is None else self.final_norm(x))
@@ -160,31 +166,55 @@ class TextEncoder:
         return layer.down(act(gate) * value)
 
     def _attend(
-        self, layer: EncoderLayer, x: Tensor, texts: Texts, turns: tuple[Tensor, Tensor] | None
+        self,
+        layer: EncoderLayer,
+        x: Tensor,
+        texts: Texts,
+        turns: tuple[Tensor, Tensor] | None,
+        biases: Tensor | None,
     ) -> Tensor:
         shape = (len(x), 3, self.spec.num_heads, self.spec.head_dim)
         qkv = layer.qkv(x).view(shape)
         if turns is not None:
             qkv = torch.cat([_rotate(qkv[:, :2], *turns), qkv[:, 2:]], 1)
         reach = layer.spec.reach
-        seen = attend_by_runs(qkv.unbind(1), texts.lengths, (reach, reach))
+        seen = attend_by_runs(qkv.unbind(1), texts.lengths, (reach, reach), biases=biases)
         return layer.attention_out(seen.reshape(len(x), self.spec.hidden_size))
 
-    def _angles(self, positions: Tensor) -> dict[float, tuple[Tensor, Tensor]]:
-        """Return cosines and sines of each base, (num_tokens, 1, 1, head_dim / 2)."""
+    def _angles(self, positions: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+        """Return cosines and sines of each rotation, (num_tokens, 1, 1, head_dim / 2)."""
         found = {}
-        for theta in {one.spec.rope_theta for one in self.layers} - {None}:
-            assert theta is not None
-            places = torch.arange(0, self.spec.head_dim, 2, device=self.device)
-            frequencies = theta ** (-places.double() / self.spec.head_dim)
-            angle = (positions.double()[:, None] * frequencies)[:, None, None]
-            found[theta] = angle.cos().to(self.tokens.dtype), angle.sin().to(self.tokens.dtype)
+        for spec in {one.spec.rope for one in self.layers} - {None}:
+            assert spec is not None
+            rope = Rope.of(spec, self.spec.context_length, self.device)
+            cos, sin = (part[:, None, None] for part in rope.rotation(positions))
+            found[spec] = cos.to(self.tokens.dtype), sin.to(self.tokens.dtype)
         return found
+
+    def _biases(self, longest: int) -> Tensor | None:
+        """Return what scores get by distance, (num_heads, 2 * longest - 1); see attend_by_runs."""
+        if self.distances is None:
+            return None
+        ahead = torch.arange(1 - longest, longest, device=self.device)
+        return self.distances[distance_bucket(ahead, self.spec.distance_buckets)].T
 
 
 def _floats(x: Tensor) -> NDArray[np.float32]:
     found: NDArray[np.float32] = x.float().cpu().numpy()
     return found
+
+
+def distance_bucket(ahead: Tensor, count: int) -> Tensor:
+    """Return the bucket of each distance, as T5 has it (arXiv 1910.10683, 2.1).
+
+    Half of the `count` buckets are for keys behind their query. Of each half, half again is for one
+    distance each, and the rest grows by a factor up to 128 tokens.
+    """
+    half, exact = count // 2, count // 4
+    far = ahead.abs()
+    grown = torch.log(far.clamp(min=1).float() / exact) / math.log(_FAR / exact) * (half - exact)
+    within = torch.where(far < exact, far, (exact + grown.long()).clamp(max=half - 1))
+    return within + (ahead > 0) * half
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -199,6 +229,7 @@ def attend_by_runs(
     reach: tuple[int | None, int | None],
     scale: float | None = None,
     softcap: float | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Attend within each text; texts of one length that follow one another run at once.
 
@@ -208,6 +239,8 @@ def attend_by_runs(
         reach: positions before and after its own that a query sees; None for all.
         scale: multiplies q . k; None is 1 / sqrt(head_dim).
         softcap: scores become cap * tanh(scores / cap).
+        biases: added to scores, (heads, 2 * n - 1) for texts up to n tokens: element n - 1 + d for
+            a key that lies d behind its query.
 
     Returns:
         (num_tokens, heads, head_dim) of the queries.
@@ -220,7 +253,8 @@ def attend_by_runs(
         q, k, v = (
             one[begin:end].view(count, length, *one.shape[1:]).transpose(1, 2) for one in qkv
         )
-        parts.append(_attention(q, k, v, reach, scale, softcap).transpose(1, 2).flatten(0, 1))
+        seen = _attention(q, k, v, reach, scale, softcap, biases)
+        parts.append(seen.transpose(1, 2).flatten(0, 1))
         begin = end
     return torch.cat(parts)
 
@@ -232,11 +266,12 @@ def _attention(
     reach: tuple[int | None, int | None],
     scale: float | None,
     softcap: float | None,
+    biases: Tensor | None,
 ) -> Tensor:
     """Attend within each text, (count, heads, length, head_dim)."""
     length, shared = q.shape[2], q.shape[1] != k.shape[1]
     before, after = (length if each is None else each for each in reach)
-    if min(before, after) >= length - 1 and softcap is None:
+    if min(before, after) >= length - 1 and softcap is None and biases is None:
         return functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared)
     parts = []
     for begin in range(0, length, _WINDOW_ROWS):
@@ -249,6 +284,9 @@ def _attention(
         if softcap is not None:
             parts.append(_capped(*own, near, scale, softcap))
             continue
+        if biases is not None:
+            added = biases[:, ahead + biases.shape[1] // 2]
+            near = added.masked_fill(~near, -torch.inf)
         parts.append(
             functional.scaled_dot_product_attention(
                 *own, attn_mask=near, scale=scale, enable_gqa=shared

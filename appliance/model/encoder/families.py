@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
@@ -17,11 +17,20 @@ from appliance.model.encoder.spec import (
 )
 from appliance.model.families.class_defaults import class_defaults
 from appliance.model.families.reader import ConfigReader
+from appliance.model.families.rope import (
+    read_rope,
+    rope_section,
+    scaled_rope,
+    section_of_layers,
+)
+from appliance.model.spec import RopeScaling, RopeSpec
 from appliance.rankers import check_labels, is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Of their classes, which no setting changes.
+_DISTILBERT_EPS, _MPNET_BUCKETS, _MPNET_FIRST = 1e-12, 32, 2
 _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
@@ -38,15 +47,48 @@ class EncoderFamily:
     Attributes:
         model_type: of its Hugging Face configs.
         read: builds the spec; the flag says that there is a ranking head.
+        other_names: for checkpoints that have its tokens' embedding and not its first layer.
     """
 
     model_type: str
     read: Callable[[ConfigReader, bool], EncoderSpec]
     names: EncoderNames
+    other_names: EncoderNames | None = None
 
 
 def _read_bert(config: ConfigReader, ranks: bool) -> EncoderSpec:
     return _bert(config, "bert", 0, ranks)
+
+
+def _read_distilbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    positions = config.integer("max_position_embeddings")
+    own = config.with_value("hidden_act", config.text("activation"))
+    own = own.with_value("layer_norm_eps", _DISTILBERT_EPS)
+    own = own.with_value("intermediate_size", config.integer("hidden_dim"))
+    return EncoderSpec(
+        architecture="distilbert",
+        context_length=positions,
+        **_common(own, "hidden_act", "layer_norm_eps"),
+        layers=(EncoderLayerSpec(),) * config.integer("num_hidden_layers"),
+        positions=positions,
+        ranking=RankingSpec(HeadActivation.RELU) if ranks else None,
+    )
+
+
+def _read_mpnet(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    if config.integer("relative_attention_num_buckets") != _MPNET_BUCKETS:
+        raise config.refuse("relative_attention_num_buckets", str(_MPNET_BUCKETS))
+    positions = config.integer("max_position_embeddings")
+    return EncoderSpec(
+        architecture="mpnet",
+        context_length=positions - _MPNET_FIRST,
+        **_common(config, "hidden_act", "layer_norm_eps"),
+        layers=(EncoderLayerSpec(),) * config.integer("num_hidden_layers"),
+        positions=positions,
+        first_position=_MPNET_FIRST,
+        distance_buckets=_MPNET_BUCKETS,
+        ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
+    )
 
 
 def _read_roberta(config: ConfigReader, ranks: bool) -> EncoderSpec:
@@ -55,6 +97,11 @@ def _read_roberta(config: ConfigReader, ranks: bool) -> EncoderSpec:
 
 
 def _bert(config: ConfigReader, architecture: str, first: int, ranks: bool) -> EncoderSpec:
+    if config.value("lora_adaptations"):
+        raise UnsupportedModelError(
+            f"{config.origin}: lora_adaptations are adapters within the weights, which only Jina's "
+            "own code reads; use jinaai/jina-embeddings-v3-hf, the same model in transformers' form"
+        )
     if config.text("position_embedding_type", "absolute") != "absolute":
         raise config.refuse("position_embedding_type", "absolute")
     if config.flag("is_decoder"):
@@ -84,8 +131,16 @@ def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
         )
     ropes = config.section("rope_parameters")
     reach = config.integer("local_attention") // 2
-    far = _theta(config, ropes, "full_attention", "global_rope_theta")
-    near = _theta(config, ropes, "sliding_attention", "local_rope_theta")
+    common = _common(config, "hidden_activation", "norm_eps")
+    head_dim = common["hidden_size"] // common["num_heads"]
+    # Older files name bases beside the kinds of layers.
+    far, near = (
+        scaled_rope(config, section_of_layers(ropes, kind), older, head_dim)
+        for kind, older in (
+            ("full_attention", "global_rope_theta"),
+            ("sliding_attention", "local_rope_theta"),
+        )
+    )
     pooling = config.text("classifier_pooling")
     if ranks and pooling not in ("cls", "mean"):
         raise config.refuse("classifier_pooling", "cls or mean")
@@ -100,11 +155,11 @@ def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
     return EncoderSpec(
         architecture="modernbert",
         context_length=config.integer("max_position_embeddings"),
-        **_common(config, "hidden_activation", "norm_eps"),
+        **common,
         layers=tuple(
             EncoderLayerSpec(
                 reach=None if kind == "full_attention" else reach,
-                rope_theta=far if kind == "full_attention" else near,
+                rope=far if kind == "full_attention" else near,
                 attention_norm=index > 0,
             )
             for index, kind in enumerate(kinds)
@@ -140,26 +195,39 @@ def _read_nomic(config: ConfigReader, ranks: bool) -> EncoderSpec:
 
 def _rotated(config: ConfigReader, architecture: str, ranks: bool, **form: Any) -> EncoderSpec:
     """Read an encoder as BERT that turns queries and keys instead of adding positions."""
-    if config.value("rope_scaling") is not None:
-        raise config.refuse("rope_scaling", "null")
-    ropes = config.section("rope_parameters")
-    if ropes.text("rope_type", "default") != "default":
-        raise ropes.refuse("rope_type", "default")
-    if ropes.number("partial_rotary_factor", 1.0) != 1:
-        raise ropes.refuse("partial_rotary_factor", "1")
-    theta = (ropes if "rope_theta" in ropes else config).number("rope_theta")
     common = _common(config, "hidden_act", "layer_norm_eps")
     head_dim = common["hidden_size"] // common["num_heads"]
     if config.integer("head_dim", head_dim) != head_dim:
         raise config.refuse("head_dim", f"hidden_size / num_attention_heads = {head_dim}")
+    section = rope_section(config)
+    is_ntk = section.text("type", "default") == "ntk"
+    rope = _ntk(config, section, head_dim) if is_ntk else read_rope(config, head_dim)
     return EncoderSpec(
         architecture=architecture,
         context_length=config.integer("max_position_embeddings"),
         **common,
-        layers=(EncoderLayerSpec(rope_theta=theta),) * config.integer("num_hidden_layers"),
+        layers=(EncoderLayerSpec(rope=rope),) * config.integer("num_hidden_layers"),
         token_types=config.integer("type_vocab_size"),
         ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
         **form,
+    )
+
+
+def _ntk(config: ConfigReader, section: ConfigReader, head_dim: int) -> RopeSpec:
+    """Read GTE's fixed scaling: a base that is larger by `factor`, and lower frequencies.
+
+    From the code that comes with gte-base-en-v1.5, after https://kexue.fm/archives/9706.
+    """
+    if section.value("mixed_b") is not None:
+        raise section.refuse("mixed_b", "null")
+    section.value("type")
+    section.refuse_unknown(frozenset({"factor", "mixed_b"}))
+    factor = max(1.0, section.number("factor"))
+    return RopeSpec(
+        theta=config.number("rope_theta") * factor,
+        rotary_dim=head_dim,
+        scaling=RopeScaling.LINEAR,
+        factor=factor ** (2 / head_dim),
     )
 
 
@@ -170,7 +238,7 @@ _NOMIC_USUAL: dict[str, Any] = {
     "activation_function": "swiglu", "prenorm": False, "causal": False, "parallel_block": False,
     "use_rms_norm": False, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False,
     "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None, "moe_every_n_layers": 0, "num_experts": 0,
+    "moe_every_n_layers": 0, "num_experts": 0,
 }  # fmt: skip
 _NOMIC_OLD_NAMES = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
@@ -182,7 +250,8 @@ _NOMIC_OLD_NAMES = {
 def _common(config: ConfigReader, act: str, eps: str) -> dict[str, Any]:
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if hidden_size % num_heads:
-        raise config.refuse("num_attention_heads", f"a divisor of hidden_size, {hidden_size}")
+        whole = f"{config.written('hidden_size')}, {hidden_size}"
+        raise config.refuse("num_attention_heads", f"a divisor of {whole}")
     if config.text(act) not in _ACTIVATIONS:
         raise config.refuse(act, ", ".join(_ACTIVATIONS))
     return {
@@ -198,14 +267,6 @@ def _common(config: ConfigReader, act: str, eps: str) -> dict[str, Any]:
 def _every_nth(config: ConfigReader, num_layers: int) -> list[str]:
     every = config.integer("global_attn_every_n_layers")
     return ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
-
-
-def _theta(config: ConfigReader, ropes: ConfigReader, kind: str, older: str) -> float:
-    """Read the base of frequencies of a kind of layer, which older files name beside the kinds."""
-    own = ropes.section(kind)
-    if own.text("rope_type", "default") != "default":
-        raise own.refuse("rope_type", "default")
-    return own.number("rope_theta") if "rope_theta" in own else config.number(older)
 
 
 _BERT_NAMES = EncoderNames(
@@ -260,9 +321,36 @@ _MODERNBERT_NAMES = EncoderNames(
     unused=("head.", "decoder."),
 )
 
-_JINA_NAMES = EncoderNames(
+_DISTILBERT_NAMES = EncoderNames(
+    prefixes=("", "distilbert."),
+    tokens=_BERT_NAMES.tokens,
+    positions=_BERT_NAMES.positions,
+    embedding_norm=_BERT_NAMES.embedding_norm,
+    layer="transformer.layer.{}",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    attention_out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up=("ffn.lin1",),
+    down="ffn.lin2",
+    mlp_norm="output_layer_norm",
+    dense="pre_classifier",
+    classifier="classifier",
+    unused=("vocab_", "embeddings.position_ids", "distilbert.embeddings.position_ids"),
+)
+_MPNET_NAMES = replace(
+    _ROBERTA_NAMES,
+    prefixes=("", "mpnet."),
+    distances="encoder.relative_attention_bias",
+    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    attention_out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+    unused=("lm_head.", "pooler.", "mpnet.pooler.", "embeddings.pos", "mpnet.embeddings.pos"),
+)
+# As Jina's own code names them.
+_FLASH_NAMES = EncoderNames(
     prefixes=("", "roberta."),
     tokens=_BERT_NAMES.tokens,
+    positions=_BERT_NAMES.positions,
     token_types=_BERT_NAMES.token_types,
     embedding_norm="emb_ln",
     layer="encoder.layers.{}",
@@ -276,6 +364,7 @@ _JINA_NAMES = EncoderNames(
     classifier="classifier.out_proj",
     unused=("lm_head.", "pooler.", "roberta.pooler."),
 )
+_JINA_NAMES = replace(_FLASH_NAMES, positions="")
 _GTE_NAMES = EncoderNames(
     prefixes=("", "new.", "gte."),
     tokens=_BERT_NAMES.tokens,
@@ -312,12 +401,14 @@ _NOMIC_NAMES = EncoderNames(
 ENCODERS: Sequence[EncoderFamily] = (
     EncoderFamily("bert", _read_bert, _BERT_NAMES),
     EncoderFamily("roberta", _read_roberta, _ROBERTA_NAMES),
-    EncoderFamily("xlm-roberta", _read_roberta, _ROBERTA_NAMES),
+    EncoderFamily("xlm-roberta", _read_roberta, _ROBERTA_NAMES, _FLASH_NAMES),
     EncoderFamily("camembert", _read_roberta, _ROBERTA_NAMES),
     EncoderFamily("jina_embeddings_v3", _read_jina, _JINA_NAMES),
     EncoderFamily("gte", _read_gte, _GTE_NAMES),
     EncoderFamily("new", _read_gte, _GTE_NAMES),  # of the code before transformers' class
     EncoderFamily("nomic_bert", _read_nomic, _NOMIC_NAMES),
+    EncoderFamily("distilbert", _read_distilbert, _DISTILBERT_NAMES),
+    EncoderFamily("mpnet", _read_mpnet, _MPNET_NAMES),
     EncoderFamily("modernbert", _read_modernbert, _MODERNBERT_NAMES),
 )
 
@@ -325,9 +416,8 @@ ENCODERS: Sequence[EncoderFamily] = (
 # Encoders and embedders that people have and no code here computes, by model_type.
 _RELATIVE = "its scores have biases by relative position"
 _UNREAD = {
-    **dict.fromkeys(("mpnet", "deberta", "deberta-v2", "t5"), _RELATIVE),
+    **dict.fromkeys(("deberta", "deberta-v2", "t5"), _RELATIVE),
     "albert": "its layers share their weights",
-    "distilbert": "its tensors have names of their own and no type of token",
     "electra": "its embeddings are narrower than its layers",
     "neobert": "transformers has no class of it, and code that comes with a checkpoint is not run",
 }

@@ -23,6 +23,7 @@ from appliance.model.encoder.spec import (
 )
 from appliance.model.families.gguf_config import gguf_layer_types
 from appliance.model.families.gguf_settings import GGUFSettings
+from appliance.model.spec import RopeSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
@@ -113,7 +114,8 @@ def _rotated(file: _File) -> EncoderSpec:
     gated = file.has("blk.0.ffn_gate.weight")
     spec = _read(file, Activation.SILU if gated else Activation.GELU, gated=gated)
     theta = file.settings.number("rope.freq_base", _THETA)
-    return replace(spec, layers=(EncoderLayerSpec(rope_theta=theta),) * len(spec.layers))
+    rope = RopeSpec(theta=theta, rotary_dim=spec.head_dim)
+    return replace(spec, layers=(EncoderLayerSpec(rope=rope),) * len(spec.layers))
 
 
 def _modernbert(file: _File) -> EncoderSpec:
@@ -130,7 +132,7 @@ def _modernbert(file: _File) -> EncoderSpec:
     layers = [
         EncoderLayerSpec(
             reach=reach if sliding else None,
-            rope_theta=near if sliding else far,
+            rope=RopeSpec(theta=near if sliding else far, rotary_dim=spec.head_dim),
             attention_norm=file.has(f"blk.{index}.attn_norm.weight"),
         )
         for index, sliding in enumerate(slides)

@@ -82,6 +82,7 @@ def load_encoder(
         tokens=tensor(f"{prefix}{names.tokens}.weight"),
         positions=tensor(f"{prefix}{names.positions}.weight") if spec.positions else None,
         token_types=tensor(f"{prefix}{names.token_types}.weight") if spec.token_types else None,
+        distances=tensor(f"{prefix}{names.distances}.weight") if spec.distance_buckets else None,
         embedding_norm=norm(prefix + names.embedding_norm),
         layers=tuple(layers),
         final_norm=None if spec.norms_follow else norm(prefix + names.final_norm),

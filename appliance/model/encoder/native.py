@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _ERF = np.vectorize(math.erf, otypes=[np.float32])
 _ACTIVATIONS: dict[HeadActivation, Activate] = {
     HeadActivation.TANH: np.tanh,
+    HeadActivation.RELU: lambda x: np.maximum(x, np.float32(0)),
     HeadActivation.GELU: lambda x: x * 0.5 * (1.0 + _ERF(x * np.float32(0.5**0.5))),
 }
 

@@ -22,11 +22,12 @@ from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.weight import Packed, dense
 from appliance.model.encoder.from_decoder import score_row
 from appliance.model.encoder.native import NativeEncoder, RankingHead
-from appliance.model.encoder.native_size import TABLE_BITS, thetas
+from appliance.model.encoder.native_size import TABLE_BITS, rotations
 from appliance.model.linear import LinearPart
 from appliance.model.narrowed import narrowed_matrix
 from appliance.model.native_loader import load_native
 from appliance.model.native_mlp import ACTIVATIONS
+from appliance.model.rope import Rope
 from appliance.model.weight_format import FormatCounts, format_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
     from appliance.model.encoder.source import EncoderSource
     from appliance.model.source import ModelSource
+    from appliance.model.spec import RopeSpec
 
 # Of the norms whose output takes the place of the stream.
 _ALL_NORMS, _FIRST_NORM = 1, 2
@@ -104,16 +106,16 @@ class _Loader:
             on_progress("weights", index, count)
             layers[index] = self._layer(index)
         on_progress("weights", count, count)
-        bases = thetas(spec)
+        ropes = rotations(spec)
         embedding = self._packer.linear(self._embedding())
         positions = self._positions()
         model = ModelStruct(
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
             num_layers=count,
-            num_ropes=len(bases),
+            num_ropes=len(ropes),
             layers=layers,
-            ropes=(RopeStruct * len(bases))(*(self._rope(theta) for theta in bases)),
+            ropes=(RopeStruct * len(ropes))(*map(self._rope, ropes)),
             final_norm=self._norm(self._final_norm()),
             embedding=embedding,
             head=embedding,  # multiplies nothing; without one a step ends before the last norm
@@ -149,7 +151,7 @@ class _Loader:
             head_dim=spec.head_dim,
             window=0 if layer.reach is None else layer.reach + 1,
             scale=spec.head_dim**-0.5,
-            rope=thetas(spec).index(layer.rope_theta),
+            rope=rotations(spec).index(layer.rope),
             num_qkv=len(parts),
             qkv=(LinearStruct * 4)(*parts),
             output=self._linear(own + names.attention_out, bias=spec.attention_bias),
@@ -205,13 +207,12 @@ class _Loader:
         table = np.asarray(types)[:, None] + np.asarray(positions)[None]
         return arrays.of_numpy(table.reshape(-1, spec.hidden_size))
 
-    def _rope(self, theta: float | None) -> RopeStruct:
-        if theta is None:
+    def _rope(self, spec: RopeSpec | None) -> RopeStruct:
+        if spec is None:
             return RopeStruct()
-        width = self._spec.head_dim
-        places = np.arange(0, width, 2, dtype=np.float64)
-        frequencies = arrays.of_numpy(theta ** (-places / width))
-        return RopeStruct(width, 1.0, self._packer.floats(frequencies))
+        rope = Rope.of(spec, self._spec.context_length, device=None)
+        frequencies = self._packer.floats(rope.frequencies)
+        return RopeStruct(spec.rotary_dim, rope.amplitude, frequencies)
 
     def _head(self) -> RankingHead | None:
         spec, names = self._spec, self._names

@@ -13,7 +13,7 @@ from appliance.model.rope import distinct_ropes
 if TYPE_CHECKING:
     from appliance.model.encoder.source import EncoderSource
     from appliance.model.encoder.spec import EncoderSpec
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, RopeSpec
 
 TABLE_BITS = 8  # of tokens' embeddings, where matrices are rounded
 # The library's workspace: streams of hidden states (before and after a norm, QKV, heads' output,
@@ -44,7 +44,7 @@ def native_bytes(source: EncoderSource, dtype: Any, bits: int | None) -> int:
 def workspace_bytes(spec: EncoderSpec, max_tokens: int, max_texts: int, threads: int) -> int:
     """Return the bytes that the largest step needs beside the weights."""
     inner = spec.intermediate_size * (2 if spec.gated else 1)
-    angles = len(thetas(spec)) * spec.head_dim
+    angles = len(rotations(spec)) * spec.head_dim
     codes = max(spec.intermediate_size, spec.hidden_size)  # two bytes and scales of an input
     row = (_STREAMS * spec.hidden_size + inner + angles + codes) * 4
     slots = max_tokens + max_texts * PAGE_TOKENS
@@ -73,6 +73,6 @@ def decoder_widths(spec: DecoderSpec) -> tuple[int, int]:
     return heads * mixer.head_dim, 2 * max(mlp.intermediate_size for mlp in mlps)
 
 
-def thetas(spec: EncoderSpec) -> list[float | None]:
-    """Return the bases of rotary frequencies, each once; None stands for no rotation."""
-    return list(dict.fromkeys(layer.rope_theta for layer in spec.layers))
+def rotations(spec: EncoderSpec) -> list[RopeSpec | None]:
+    """Return the kinds of rotation, each once; None stands for none."""
+    return list(dict.fromkeys(layer.rope for layer in spec.layers))

@@ -104,8 +104,15 @@ def _open_folder(path: Path) -> EncoderSource:
     family = find_encoder(folder.config)
     assert family is not None, "ask is_encoder first"
     spec = read_encoder(family, folder.config, str(path / CONFIG_NAME))
-    names = family.names
     stored = set(folder.tensor_names())
+    names = family.names
+    if (other := family.other_names) is not None:
+        first = other.layer.format(0)
+        names = (
+            other
+            if any(f"{p}{first}.{other.qkv[0]}.weight" in stored for p in other.prefixes)
+            else names
+        )
     prefix = next(
         (one for one in names.prefixes if f"{one}{names.tokens}.weight" in stored),
         names.prefixes[0],

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from appliance.kernels.activation import Activation
+    from appliance.model.spec import RopeSpec
 
 
 class HeadActivation(Enum):
@@ -21,6 +22,7 @@ class HeadActivation(Enum):
 
     TANH = "tanh"
     GELU = "gelu"
+    RELU = "relu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,12 @@ class EncoderLayerSpec:
 
     Attributes:
         reach: positions on each side that a token sees; None for all.
-        rope_theta: base of rotary frequencies; None without RoPE.
+        rope: None without rotation.
         attention_norm: a norm stands before attention, or after it if norms follow.
     """
 
     reach: int | None = None
-    rope_theta: float | None = None
+    rope: RopeSpec | None = None
     attention_norm: bool = True
 
 
@@ -71,6 +73,8 @@ class EncoderSpec:
         positions: rows of the table of learned positions; 0 without one.
         first_position: row of a text's first token.
         token_types: rows of the table that tells the two texts of a pair apart; 0 without one.
+        distance_buckets: rows of a table of what is added to scores, for each head, by how far and
+            in which direction a key lies from its query; 0 without one. See `distance_bucket`.
         norms_follow: x = norm(x + f(x)), as in the first Transformer; else x += f(norm(x)), with a
             norm after the last layer.
         gated: down(act(a) * b) for (a, b) = up(x), instead of down(act(up(x))).
@@ -91,6 +95,7 @@ class EncoderSpec:
     positions: int = 0
     first_position: int = 0
     token_types: int = 0
+    distance_buckets: int = 0
     norms_follow: bool = True
     gated: bool = False
     gate_last: bool = False
@@ -129,6 +134,7 @@ class EncoderNames:
     classifier: str
     positions: str = ""
     token_types: str = ""
+    distances: str = ""
     final_norm: str = ""
     head_norm: str = ""
     unused: tuple[str, ...] = field(default=())
@@ -156,6 +162,8 @@ def encoder_slots(
         slots[f"{prefix}{names.positions}.weight"] = (spec.positions, hidden)
     if spec.token_types:
         slots[f"{prefix}{names.token_types}.weight"] = (spec.token_types, hidden)
+    if spec.distance_buckets:
+        slots[f"{prefix}{names.distances}.weight"] = (spec.distance_buckets, spec.num_heads)
     norm(prefix + names.embedding_norm)
     for index, layer in enumerate(spec.layers):
         own = f"{prefix}{names.layer.format(index)}."

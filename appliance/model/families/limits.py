@@ -53,6 +53,8 @@ RANGES: dict[str, Range] = {
     "block_ff_dim": _MIDDLE,
     "ffn_dim": _MIDDLE,
     "ffn_hidden_size": _MIDDLE,
+    "hidden_dim": _MIDDLE,
+    "relative_attention_num_buckets": Range(1, 4096),
     "word_embed_proj_dim": _WIDTH,
     "num_kv_heads": _HEADS,
     "num_ln_in_parallel_attn": Range(1, 2),

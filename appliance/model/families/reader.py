@@ -181,7 +181,8 @@ class ConfigReader:
             for name in given
             if self._given[name] is not None or name in self._usual.never_null
         )
-        return next(counts, key)
+        own = self._own_name(key)
+        return next(counts, own if own in self._given else key)
 
     def knows(self, key: str) -> bool:
         """Return True if the class, or its model, reads the setting."""
