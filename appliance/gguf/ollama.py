@@ -40,6 +40,14 @@ _TENSORS = {
     },
     "lfm2": {"output_norm.weight": "token_embd_norm.weight"},
 }
+# Its first files of EmbeddingGemma are labelled as Gemma 3. What is done with them is what Ollama's
+# llama/compat does before llama.cpp reads them.
+_FIRST_DENSE = "dense.0.weight"
+_EMBEDDINGGEMMA = {
+    _FIRST_DENSE: "dense_2.weight",
+    "dense.1.weight": "dense_3.weight",
+    "norm.weight": "output_norm.weight",
+}
 _GEMMA3_LAYERS_OF_1B = 26
 _GEMMA3_LONG_CONTEXT = 131072  # of the sizes whose global layers were stretched eightfold
 
@@ -52,9 +60,13 @@ def as_llama_cpp(header: GGUFHeader) -> GGUFHeader:
     """
     stored = str(header.metadata.get("general.architecture"))
     architecture = _ARCHITECTURES.get(stored, stored)
+    if stored == "gemma3" and _FIRST_DENSE in header.tensors:
+        architecture = "gemma-embedding"
     metadata = _metadata(header.metadata, stored, architecture)
     if architecture == "gemma3" and _is_gemma3(header.metadata):
         _add_gemma3(metadata)
+    if architecture == "gemma-embedding" and stored != architecture:
+        _add_embeddinggemma(metadata, header.tensors)
     if architecture == "gpt-oss" and stored != architecture:
         metadata.setdefault("gpt-oss.rope.scaling.type", "yarn")
     if architecture == "gemma4" and metadata.get("tokenizer.ggml.model") == "llama":
@@ -89,6 +101,8 @@ def _metadata(stored: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
 def _tensors(stored: Mapping[str, TensorInfo], architecture: str) -> dict[str, TensorInfo]:
     found = {}
     for name, info in stored.items():
+        if architecture == "gemma-embedding":
+            name = _EMBEDDINGGEMMA.get(name, name)
         for old, new in _TENSORS.get(architecture, {}).items():
             renamed = name.replace(old, new)
             # The parts of other names, such as `attn_sinks.weight`, are llama.cpp's.
@@ -113,6 +127,20 @@ def _is_gemma3(metadata: Mapping[str, Any]) -> bool:
     keys = ("mm.tokens_per_image", "vision.block_count", "rope.local.freq_base")
     is_marked = any(f"gemma3.{key}" in metadata for key in keys)
     return is_marked or "gemma3.attention.layer_norm_rms_epsilon" not in metadata
+
+
+def _add_embeddinggemma(metadata: dict[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
+    prefix = "gemma-embedding."
+    for key in ("attention.causal", "attention.sliding_window_pattern"):
+        metadata.pop(prefix + key, None)
+    metadata.setdefault(prefix + "attention.layer_norm_rms_epsilon", 1e-6)
+    metadata.setdefault(prefix + "rope.freq_base_swa", 10000.0)
+    metadata.setdefault(prefix + "pooling_type", 1)
+    for old, new in _EMBEDDINGGEMMA.items():
+        if new.startswith("dense_") and old in tensors:
+            rows, columns = tensors[old].shape
+            name = prefix + new.removesuffix(".weight")
+            metadata[f"{name}_feat_in"], metadata[f"{name}_feat_out"] = columns, rows
 
 
 def _add_gemma3(metadata: dict[str, Any]) -> None:

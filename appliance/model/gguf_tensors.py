@@ -16,7 +16,7 @@ from appliance.model.rope import distinct_ropes
 from appliance.model.spec import AttentionSpec, LatentAttentionSpec, MLPSpec, RopeScaling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Container, Iterable, Set
 
     from appliance.model.families.family import Family
     from appliance.model.names import TensorNames
@@ -32,8 +32,6 @@ OTHER_PARTS = ("v.", "mm.", "a.", "s.")
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
-# Linears that map a pooled vector, which the server applies; of decoders that only read.
-_DENSE = re.compile(r"dense_[23]\.weight")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 # Tensors without effect on generated text, and why.
 _UNUSED = {
@@ -105,12 +103,17 @@ def _with_biases(layer: LayerSpec, index: int, stored: TensorNames, present: Set
 
 
 def unplaced(
-    names: Iterable[str], spec: DecoderSpec, stored: TensorNames, num_blocks: int
+    names: Iterable[str],
+    spec: DecoderSpec,
+    stored: TensorNames,
+    num_blocks: int,
+    elsewhere: Container[str],
 ) -> list[str]:
     """Return those of a file's tensors without slots that must not be ignored.
 
     Args:
         num_blocks: the file's, of which the last ones may predict further tokens.
+        elsewhere: tensors that are read where vectors are made.
     """
     unread = tuple(
         f"{stored.in_layer(index, part)}."
@@ -119,10 +122,9 @@ def unplaced(
         for part in (*stored.qkv[1:], stored.key_norm)
     )
     factors = _factors(spec)
-    only_reads = any(mixer.looks_ahead for mixer in spec.attention_layers.values())
 
     def is_unused(name: str) -> bool:
-        if only_reads and _DENSE.fullmatch(name):
+        if name in elsewhere:
             return True
         if name in factors or name.startswith((*unread, *OTHER_PARTS)):
             return True

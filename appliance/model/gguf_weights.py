@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 # Roles of linears, each of which may have a bias, and of a bias that only chooses experts.
+_POOLED = ("dense_2", "dense_3")  # linears that map a pooled vector
 _BIASED = frozenset(
     {
         *(Role.QUERY, Role.KEY, Role.VALUE, Role.QKV, Role.OUTPUT, Role.INPUT, Role.FILTER),
@@ -85,8 +86,11 @@ class GGUFWeights:
             if place.slot.role is Role.LATENT_HEADS:  # some files have both forms of it
                 held |= set(self._halves(place.slot))
         left = [name for name in self._file.tensor_names() if name not in held]
-        blocks = self._file.metadata.get(f"{self._mapping.architecture}.block_count", 0)
-        return unplaced(left, self._spec, self._gguf_names, blocks)
+        settings, prefix = self._file.metadata, f"{self._mapping.architecture}."
+        blocks = settings.get(f"{prefix}block_count", 0)
+        linears = [name for name in _POOLED if f"{prefix}{name}_feat_out" in settings]
+        elsewhere = {f"{name}.weight" for name in linears}
+        return unplaced(left, self._spec, self._gguf_names, blocks, elsewhere)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, (out_features, in_features) of a linear."""

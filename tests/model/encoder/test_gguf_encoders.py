@@ -19,9 +19,12 @@ from encoder_models import (
     of_transformers,
     some_texts,
 )
+from gguf_files import write_gguf_file
 from native_models import LIBRARY
 
+from appliance.engine.request import Pooling
 from appliance.errors import ApplianceError
+from appliance.gguf import GGUFFile
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.encoder.decoder_loader import load_decoder_reader
 from appliance.model.encoder.loader import load_encoder
@@ -29,6 +32,7 @@ from appliance.model.encoder.native_loader import load_native_decoder, load_nati
 from appliance.model.encoder.native_size import native_bytes
 from appliance.model.encoder.source import EncoderSource, open_reader, reads_only
 from appliance.model.families.registry import family_of_gguf
+from appliance.retrieval_recipe import recipe_of_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +85,39 @@ def test_hidden_states_are_those_of_the_folder(
     states = torch.from_numpy(load(file).hidden(together)).split(together.lengths)
     for own, ids in zip(states, texts, strict=True):
         torch.testing.assert_close(own, of_transformers(made.oracle, ids), rtol=1e-4, atol=2e-5)
+
+
+def test_ollamas_first_embeddinggemma_is_read_as_its_own_program_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file names Gemma 3; what counts is ollama/ollama's llama/compat (README, table)."""
+    made = made_folder("embeddinggemma", tmp_path, monkeypatch)
+    plain = GGUFFile(write_encoder_gguf(tmp_path, None), in_torch=False, vocabulary=False)
+    settings = {
+        key.removeprefix("gemma-embedding."): value
+        for key, value in plain.metadata.items()
+        if key.startswith("gemma-embedding.")
+    }
+    eps, near = settings.pop("attention.layer_norm_rms_epsilon"), settings.pop("rope.freq_base_swa")
+    assert (eps, near) == (pytest.approx(1e-6), 10000.0)  # what the file leaves out
+    settings["rope.global.freq_base"] = settings.pop("rope.freq_base")
+    settings |= {"pooling_type": MEAN, "attention.sliding_window_pattern": [True] * 7}
+    tensors = {name: torch.tensor(np.asarray(plain.load(name))) for name in plain.tensor_names()}
+    tensors["norm.weight"] = tensors.pop("output_norm.weight")
+    torch.manual_seed(3)
+    linears = [torch.randn(96, 64), torch.randn(64, 96)]
+    tensors |= {f"dense.{number}.weight": linear for number, linear in enumerate(linears)}
+    file = write_gguf_file(tmp_path / "sha256-0", "gemma3", settings, tensors)
+    assert reads_only(file)
+    texts = of_one_type(some_texts(60))
+    states = torch.from_numpy(in_library(file).hidden(texts)).split(texts.lengths)
+    for own, ids in zip(states, some_texts(60), strict=True):
+        torch.testing.assert_close(own, of_transformers(made.oracle, ids), rtol=1e-4, atol=2e-5)
+    metadata = GGUFFile(file, in_torch=False, vocabulary=False).metadata
+    recipe = recipe_of_gguf(metadata, file).embedding
+    assert (recipe.pooling, recipe.refused) == (Pooling.MEAN, "")
+    for step, linear in zip(recipe.dense, linears, strict=True):
+        np.testing.assert_array_equal(step.weight, linear.numpy())
 
 
 @pytest.mark.parametrize("load", [in_torch, in_library])
