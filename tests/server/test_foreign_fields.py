@@ -44,6 +44,7 @@ HARMLESS = {
     # of tools that run at the maker's
     *("container", "mcp_servers", "raw", "template", "context", "typical_p", "tfs_z", "mirostat"),
 }
+LIMITS = {"max_tokens", "max_output_tokens", "max_completion_tokens"}
 VALUES: dict[str, Any] = {
     "stop": ["x"], "stop_sequences": ["x"], "format": "json", "options": {"temperature": 0.5},
     "response_format": {"type": "json_object"}, "output_config": {"effort": "low"},
@@ -99,7 +100,9 @@ async def test_no_field_of_another_protocol_is_lost(serve: Serve) -> None:
             *("top_k", "min_p", "repeat_penalty", "response_format"),
             *("reasoning_effort", "think", "reasoning", "thinking"),
         },
+        **dict.fromkeys(("/api/chat", "/api/generate"), fields["options"] | LIMITS),
     }
+    more["/api/chat"] = more["/api/chat"] | {"tool_choice"}
     asked, wrong = 0, []
     async with serve() as running:
         for path, body in BODIES.items():
@@ -128,8 +131,7 @@ RIGHT: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"max_output_tokens": 3}, "max_completion_tokens"),
     ("/v1/chat/completions", {"xtc_probability": 0.5}, "leave it out"),
     ("/v1/completions", {"max_new_tokens": 3}, "max_tokens"),
-    ("/api/chat", {"temperature": 0.5}, "options.temperature"),
-    ("/api/chat", {"num_predict": 5}, "options.num_predict"),
+    ("/api/generate", {"tool_choice": "required"}, "tools"),
     ("/api/chat", {"response_format": {"type": "json_object"}}, "format"),
     ("/api/chat", {"options": {"max_tokens": 5}}, "options.num_predict"),
     ("/api/chat", {"options": {"repetition_penalty": 1.5}}, "options.repeat_penalty"),

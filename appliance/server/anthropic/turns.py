@@ -14,6 +14,7 @@ from appliance.server.anthropic.blocks import (
     server_result_text,
     text_of,
 )
+from appliance.server.anthropic.client_tools import client_tool
 from appliance.server.anthropic.schema import ContentBlock
 from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
@@ -76,7 +77,11 @@ def tools_of(body: CountRequest) -> Tools:
     """
     offers = []
     for number, tool in enumerate(body.tools or ()):
-        if tool.type not in (None, "custom"):
+        description, schema = tool.description, tool.input_schema
+        known = None if tool.type in (None, "custom") else client_tool(tool.type)
+        if known is not None:
+            description, schema = known
+        elif tool.type not in (None, "custom"):
             raise RequestError(
                 f"tools.{number} is of type {tool.type[:60]!r}, which only Anthropic runs; describe"
                 " a tool of your own with input_schema, or leave it out",
@@ -87,9 +92,9 @@ def tools_of(body: CountRequest) -> Tools:
         offers.append(
             Offer(
                 tool.name,
-                tool.input_schema,
+                schema,
                 place,
-                tool.description,
+                description,
                 bool(tool.strict),
                 max_name=MAX_NAME,
             )

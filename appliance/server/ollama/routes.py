@@ -41,7 +41,6 @@ from appliance.server.ollama.schema import (
     EmbedRequest,
     GenerateRequest,
     OllamaChatRequest,
-    Options,
     PullRequest,
     ShowRequest,
     unloads,
@@ -94,7 +93,7 @@ def ollama_router(server: ServerState) -> APIRouter:
             owner = key_name(request.scope)
 
             def make() -> Conversation:
-                tools = tools_of(body.tools or ())
+                tools = tools_of(body)
                 return _conversation(state, body, partial(turns_of, turns), tools)
 
             answer, exchange = await begin_chat(
@@ -247,7 +246,7 @@ async def _begin_text(
 
 def _sampling(state: ModelState, body: OllamaRequest) -> tuple[SamplingFields, int | None]:
     """Return the sampling options and the token limit; None uses the remaining context."""
-    options = body.options or Options()
+    options = body.sampling_options
     most = int(options.num_predict or 0)
     sampling = sampling_of(options, stream=body.stream is not False)
     sampling.model = check_name(state, body.model)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
-from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString
+from appliance.server.schema import MAX_TOKENS, Effort, NamedTool, Penalty, Share, StopString
 from appliance.server.unsupported import NOTHING, Table, foreign
 
 # Without effect: prompts are never cut.
@@ -57,8 +57,11 @@ class Options(msgspec.Struct, kw_only=True):
     num_ctx: float | None = None  # no effect: the context is the server's
 
 
-class OllamaRequest(msgspec.Struct, kw_only=True):
-    """The fields that chat and generate share."""
+class OllamaRequest(Options, kw_only=True):
+    """The fields that chat and generate share.
+
+    Some clients, among them a provider of Vercel's AI SDK, write sampling options beside `options`.
+    """
 
     model: str
     stream: bool | None = None
@@ -68,6 +71,22 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     keep_alive: KeepAlive = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Most | None = None  # this and the next two: other names of `num_predict`
+    max_output_tokens: Most | None = None
+    max_completion_tokens: Most | None = None
+
+    @property
+    def sampling_options(self) -> Options:
+        """The options of `options`, else those beside it."""
+        given = self.options or Options()
+        limits = (self.max_tokens, self.max_output_tokens, self.max_completion_tokens)
+        beside = {name: getattr(self, name) for name in Options.__struct_fields__}
+        if self.num_predict is None:
+            beside["num_predict"] = next((limit for limit in limits if limit is not None), None)
+        for name, other in beside.items():
+            if getattr(given, name) is None:
+                setattr(given, name, other)
+        return given
 
     @property
     def reported(self) -> int | None:
@@ -125,6 +144,7 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 
     messages: list[OllamaTurn] | None = None
     tools: list[OllamaTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
 
 class GenerateRequest(OllamaRequest, kw_only=True):

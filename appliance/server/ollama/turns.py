@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
-from appliance.server.schema import LEAST_MULTIPLIER, SamplingFields
+from appliance.server.schema import LEAST_MULTIPLIER, NamedTool, SamplingFields
 from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.dialects.turns import Turn
-    from appliance.server.ollama.schema import OllamaTool, OllamaTurn, Options
+    from appliance.server.ollama.schema import OllamaChatRequest, OllamaTurn, Options
 
 
 LAST_TOKENS = 64  # that penalties count by default, at Ollama
@@ -91,14 +91,14 @@ class _OpenCalls:
         return None
 
 
-def tools_of(tools: Sequence[OllamaTool]) -> Tools:
+def tools_of(body: OllamaChatRequest) -> Tools:
     """Return the tools of a chat.
 
     Raises:
-        RequestError: a definition is invalid.
+        RequestError: a definition is invalid, or the choice names none of them.
     """
     offers = []
-    for number, tool in enumerate(tools):
+    for number, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "function"):
             raise RequestError(
                 f"tools[{number}] is of type {tool.type[:40]!r}; only functions are supported",
@@ -116,7 +116,10 @@ def tools_of(tools: Sequence[OllamaTool]) -> Tools:
                 max_name=MAX_NAME,
             )
         )
-    return Tools.of(offers)
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        return Tools.of(offers, named=choice.function.name)
+    return Tools.of(offers, choice=choice)
 
 
 def sampling_of(options: Options, *, stream: bool) -> SamplingFields:

@@ -11,6 +11,7 @@ import pytest
 from echo_templates import TOOLS
 from waiting import LIMIT, until
 
+from appliance.server.anthropic.client_tools import client_tool
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -482,6 +483,60 @@ async def test_a_client_of_threads_goes_on_without(serve: Serve, tokenizer: Toke
         )
         await runner.until_done()
     assert asked == ["Oslo 🎈"] * 2
+
+
+async def test_tools_that_anthropic_defines_and_the_client_runs(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    """The inputs are those of Anthropic's documents, and of memory those of the package's types."""
+    from anthropic.types.beta import BetaMemoryTool20250818Command
+    from jsonschema import Draft202012Validator
+    from pydantic import TypeAdapter
+
+    memory: list[dict[str, Any]] = [
+        {"command": "view", "path": "/memories", "view_range": [1, 9]},
+        {"command": "create", "path": "/memories/a", "file_text": "x"},
+        {"command": "str_replace", "path": "/memories/a", "old_str": "x", "new_str": "y"},
+        {"command": "insert", "path": "/memories/a", "insert_line": 0, "insert_text": "z"},
+        {"command": "delete", "path": "/memories/a"},
+        {"command": "rename", "old_path": "/memories/a", "new_path": "/memories/b"},
+    ]
+    right: dict[str, list[dict[str, Any]]] = {
+        "bash_20250124": [{"command": "ls"}, {"restart": True}],
+        "text_editor_20250728": memory[:4],
+        "text_editor_20250124": [
+            {"command": "undo_edit", "path": "a"},
+            {"command": "insert", "path": "a", "insert_line": 1, "new_str": "z"},
+        ],
+        "memory_20250818": memory,
+    }
+    TypeAdapter(list[BetaMemoryTool20250818Command]).validate_python(memory)
+    async with (
+        serve(tokenizer=tokenizer, max_model_len=8192) as running,
+        client_of(running) as client,
+    ):
+        for kind, inputs in right.items():
+            offered: Any = {"type": kind, "name": "tool"}
+            found = client_tool(kind)
+            assert found is not None
+            _, schema = found
+            for given in inputs:
+                Draft202012Validator({**schema, "additionalProperties": False}).validate(given)
+            assert not Draft202012Validator(schema).is_valid({"command": 5})
+            called = json.dumps({"name": "tool", "arguments": inputs[-1]})
+            text = f"<tool_call>\n{called}\n</tool_call>"
+            message = await client.messages.create(
+                model="echo", max_tokens=999, messages=user(text), tools=[offered]
+            )
+            (block,) = message.content
+            assert block.type == "tool_use"
+            assert block.input == inputs[-1]
+        for kind in ("computer_20250124", "web_search_20250305", "code_execution_20250825"):
+            refused: Any = {"type": kind, "name": "tool"}
+            with pytest.raises(anthropic.BadRequestError, match=kind):
+                await client.messages.create(
+                    model="echo", max_tokens=9, messages=user("x"), tools=[refused]
+                )
 
 
 async def test_models_have_the_fields_of_the_protocol(serve: Serve) -> None:

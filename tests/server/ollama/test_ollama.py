@@ -233,6 +233,15 @@ async def test_options_reach_the_engine_or_are_refused_by_name(serve: Serve) -> 
         off = {"repeat_penalty": 1.1, "presence_penalty": 1.0, "repeat_last_n": 0}
         await client.chat(model="echo", messages=user("hi"), options=off)
         assert not seen[-1].has_penalties
+        # As ollama-ai-provider-v2 sends them; Ollama itself ignores these.
+        beside = {"temperature": 0.5, "top_p": 0.8, "max_output_tokens": 9, "seed": 3}
+        for options in ({}, {"seed": 4, "num_predict": 8}):
+            body = {"model": "echo", "messages": user("hi"), "options": options, **beside}
+            assert (await running.http.post("/api/chat", json=body)).status_code == 200
+            sampling = seen[-1]
+            assert (sampling.temperature, sampling.top_p) == (0.5, 0.8)
+            own = (options.get("seed", 3), options.get("num_predict", 9))
+            assert (sampling.seed, sampling.max_tokens) == own
         for name, value in (
             ("mirostat", 2),
             ("typical_p", 0.5),
@@ -398,3 +407,24 @@ async def test_a_served_model_is_pulled_and_nothing_else_is_managed(serve: Serve
             with pytest.raises(ollama.ResponseError, match="appliance models") as error:
                 await refused
             assert error.value.status_code == 404
+
+
+async def test_a_choice_among_the_tools(serve: Serve, tokenizer: Tokenizer) -> None:
+    """Of OpenAI's words, which ollama-ai-provider-v2 sends."""
+    grammars: list[Any] = []
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        generate = running.state.engine.generate
+
+        def noted(request: Any) -> Any:
+            grammars.append(request.sampling.grammar)
+            return generate(request)
+
+        running.state.engine.generate = noted  # type: ignore[method-assign]
+        body = {"model": "echo", "messages": user("hi"), "tools": [WEATHER], "stream": False}
+        for choice in ("auto", "none", "required", named):
+            asked = {**body, "tool_choice": choice}
+            assert (await running.http.post("/api/chat", json=asked)).status_code == 200
+        wrong = {**body, "tool_choice": {"type": "function", "function": {"name": "x"}}}
+        assert (await running.http.post("/api/chat", json=wrong)).status_code == 400
+    assert [grammar is not None for grammar in grammars] == [False, False, True, True]
