@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.best_of import Likelihood
-from appliance.dialects import CallArguments
+from appliance.dialects import CallArguments, CallBegin
 from appliance.engine.request import FinishReason
 from appliance.server.pieces import Piece
 
@@ -72,7 +72,7 @@ class AnswerChoice:
             parts,
             stopped_by,
             completion_tokens,
-            cuts_call=bool(stopped_by) and self._is_calling(),
+            cuts_call=reason is FinishReason.STOP and self._is_calling(),
         )
 
     def _read(
@@ -92,7 +92,7 @@ class AnswerChoice:
             if isinstance(part, CallArguments):
                 self._arguments.append(part.text)
             else:
-                self._arguments.clear()
+                self._arguments = [""] if isinstance(part, CallBegin) else []
         return tuple(parts), reason
 
     def _is_calling(self) -> bool:

@@ -28,7 +28,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     parts: tuple[Part, ...] | None = None  # replaces the text if a reader splits it
     stopped_by: str = ""  # the stop string, at the end
     completion_tokens: int = 0  # of all choices, up to this piece
-    cuts_call: bool = False  # the stop string is in the arguments of a call
+    cuts_call: bool = False  # it stopped inside the arguments of a call
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -45,7 +45,7 @@ class FinishedChoice:
     cumulative_logprob: float | UnsetType = UNSET  # with beam search and best_of
     parts: list[Part] = field(default_factory=list)  # in order, if a reader splits the text
     stopped_by: str = ""  # the stop string at its end
-    cuts_call: bool = False  # the stop string is in the arguments of a call
+    cuts_call: bool = False  # it stopped inside the arguments of a call
     # Parts with their tokens, in order, if log probabilities are reported.
     reported: list[tuple[Sequence[Part], Sequence[TokenLogprobs]]] = field(default_factory=list)
 

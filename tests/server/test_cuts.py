@@ -7,10 +7,13 @@ string, `tool_calls` a call that was made; a response is `incomplete`. Anthropic
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import msgspec
 import openai
 import pytest
@@ -21,6 +24,7 @@ from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason
 from appliance.output import ChoiceText
 from appliance.server.answer_choice import AnswerChoice
+from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +37,7 @@ TEXT = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
 )
 STOPS = {"thought": "well", "content": "see", "arguments": "slo"}
+PLACES = {"thought": "thinking", "content": "text", "arguments": "tool_use"}  # Anthropic's blocks
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -54,7 +59,13 @@ CUT = {  # by reason
         "ollama": "length",
     },
     "stop": {"chat": "stop", "messages": "stop_sequence", "ollama": "stop"},
-    "timeout": {"chat": "timeout"},
+    # As by a limit: of time, which no protocol but our own field has.
+    "timeout": {
+        "chat": "timeout",
+        "responses": "incomplete",
+        "messages": "max_tokens",
+        "ollama": "length",
+    },
     "": {"chat": "tool_calls", "responses": "completed", "messages": "tool_use", "ollama": "stop"},
 }
 # Choice of a tool, and whether several calls may come.
@@ -175,6 +186,39 @@ async def test_a_cut_stays_a_cut(serve: Serve, tokenizer: Tokenizer) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("place", STOPS)
+async def test_an_answer_whose_time_is_over_is_cut(
+    serve: Serve, tokenizer: Tokenizer, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms_of = Terms.of
+
+    def limited(*given: Any) -> Terms:  # the protocols without a field have no limit of their own
+        return replace(terms_of(*given), timeout=2.0)
+
+    monkeypatch.setattr(Terms, "of", limited)
+    cases = list(product(PATHS, CHOICES, (False, True)))
+    async with serve(
+        f"holds_behind={STOPS[place]} num_blocks=9000",
+        tokenizer=tokenizer,
+        max_model_len=2048,
+        max_num_seqs=64,
+    ) as running:
+        found = await asyncio.gather(*(
+            end_of(running, protocol, body_of(protocol, *choice, ""), stream=stream)
+            for protocol, choice, stream in cases
+        ))  # fmt: skip
+        texts = await asyncio.gather(*(
+            running.complete(TEXT, max_tokens=999, stream=stream) for stream in (False, True)
+        ))  # fmt: skip
+    wrong = [
+        (*case, end)
+        for case, end in zip(cases, found, strict=True)
+        if end != CUT["timeout"][case[0]]
+    ]
+    assert not wrong, wrong
+    assert all('"finish_reason":"timeout"' in one.text for one in texts)
+
+
 @pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.LENGTH])
 def test_the_engine_s_reason_stays(tokenizer: Tokenizer, reason: FinishReason) -> None:
     """A time that is over cuts like a limit, whoever must call and however often."""
@@ -188,6 +232,20 @@ def test_the_engine_s_reason_stays(tokenizer: Tokenizer, reason: FinishReason) -
         piece = choice.push(SequenceDelta(request_id="r", finish_reason=reason), 1)
         assert piece is not None
         assert piece.finish_reason is reason
+
+
+@pytest.mark.parametrize("place", ["well", "see", "name", "argu", "city", "slo", "days"])
+async def test_a_stop_token_inside_a_call_makes_no_call(
+    serve: Serve, tokenizer: Tokenizer, place: str
+) -> None:
+    """`stop_token_ids` are vLLM's; they end an answer as a stop string does."""
+    text = TEXT.replace(place, f"{place}\x01", 1)
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        for (choice, several), stream in product(CHOICES, (False, True)):
+            body = body_of("chat", choice, several, "", stop_token_ids=[1])
+            body["messages"] = [{"role": "user", "content": text}]
+            found = await end_of(running, "chat", body, stream=stream)
+            assert found == "stop", (choice, several, stream)
 
 
 async def test_a_stop_string_behind_the_arguments_leaves_the_call_whole(
@@ -215,3 +273,43 @@ async def test_openai_names_a_cut_call_by_its_own_error(serve: Serve, tokenizer:
                 tool_choice={"type": "function", "function": {"name": "weather"}},
                 max_tokens=TEXT.index("slo"),
             )
+
+
+async def test_anthropic_s_client_reads_each_cut(serve: Serve, tokenizer: Tokenizer) -> None:
+    """Its stream helper puts half arguments together, and its models take each stop reason."""
+    async with (
+        serve(tokenizer=tokenizer, max_model_len=2048) as running,
+        anthropic.AsyncAnthropic(
+            api_key="unused",
+            base_url=running.url,
+            max_retries=0,
+            http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
+        ) as client,
+    ):
+        supervisor = running.engine._supervisor
+        info = supervisor.info
+        assert info is not None
+        for choice, (place, stop) in product(CHOICES, STOPS.items()):
+            for reason in ("limit", "context", "stop"):
+                tokens = TEXT.index(stop) + 1
+                fields = {"max_tokens": tokens} if reason == "limit" else {}
+                body = body_of("messages", *choice, stop if reason == "stop" else "", **fields)
+                count = await client.messages.count_tokens(
+                    **{k: v for k, v in body.items() if k not in ("max_tokens", "stop_sequences")}
+                )
+                if reason == "context":
+                    supervisor.info = msgspec.structs.replace(
+                        info, context_length=count.input_tokens + tokens
+                    )
+                whole = await client.messages.create(**body)
+                async with client.messages.stream(**body) as stream:
+                    streamed = await stream.get_final_message()
+                supervisor.info = info
+                case = (choice, place, reason)
+                for message in (whole, streamed):
+                    assert message.stop_reason == CUT[reason]["messages"], case
+                    assert message.stop_sequence == (stop if reason == "stop" else None), case
+                    kinds = [block.type for block in message.content]
+                    assert kinds[-1] == PLACES[place], (*case, kinds)
+                ends = [one.content[-1].model_dump(exclude={"id"}) for one in (whole, streamed)]
+                assert ends[0] == ends[1], case

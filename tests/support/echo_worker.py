@@ -4,7 +4,7 @@ Started as a program, by tests and by benchmarks of the API process alone. Its k
 "step_seconds=0.01", the time from step to step, are the first argument if that is no flag, else
 `EngineConfig.model`. With "holds_at=9" no sequence gets beyond 9 tokens, its prompt's among them,
 before it is ended from outside or the file of "until=PATH" exists: what a test does meanwhile comes
-in time on any machine. With "script=PATH" it says what stands there, see `echo_script`. With
+in time on any machine; "holds_behind=x" holds where an answer ends with that text. With "script=PATH" it says what stands there, see `echo_script`. With
 "tokens_per_step=4" a step adds so many tokens, as one that verifies drafts does.
 Prompts that contain one of the trigger tokens make it misbehave.
 """
@@ -73,6 +73,7 @@ class EchoEngine:
     ) -> None:
         knobs = dict(pair.split("=") for pair in text.split() if "=" in pair)
         self.holds_at = int(knobs.get("holds_at", "1000000"))
+        self.holds_behind = tuple(knobs.get("holds_behind", "").encode())
         self.until = knobs.get("until", "")
         self.step_seconds = float(
             knobs.get("step_seconds", "0.002" if "holds_at" in knobs else "0")
@@ -205,6 +206,9 @@ class EchoEngine:
 
     def is_held(self, sequence: EchoSequence) -> bool:
         far = sequence.computed + sequence.output >= self.holds_at
+        if self.holds_behind:
+            begin = max(0, sequence.output - len(self.holds_behind))
+            far = far or sequence.says[begin : sequence.output] == self.holds_behind
         return far and not os.path.exists(self.until)
 
     def advance(self, sequence: EchoSequence) -> SequenceDelta | None:
