@@ -292,7 +292,7 @@ async def test_anthropic_s_client_reads_each_cut(serve: Serve, tokenizer: Tokeni
         for choice, (place, stop) in product(CHOICES, STOPS.items()):
             for reason in ("limit", "context", "stop"):
                 tokens = TEXT.index(stop) + 1
-                fields = {"max_tokens": tokens} if reason == "limit" else {}
+                fields: dict[str, Any] = {"max_tokens": tokens} if reason == "limit" else {}
                 body = body_of("messages", *choice, stop if reason == "stop" else "", **fields)
                 count = await client.messages.count_tokens(
                     **{k: v for k, v in body.items() if k not in ("max_tokens", "stop_sequences")}

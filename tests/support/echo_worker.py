@@ -4,8 +4,9 @@ Started as a program, by tests and by benchmarks of the API process alone. Its k
 "step_seconds=0.01", the time from step to step, are the first argument if that is no flag, else
 `EngineConfig.model`. With "holds_at=9" no sequence gets beyond 9 tokens, its prompt's among them,
 before it is ended from outside or the file of "until=PATH" exists: what a test does meanwhile comes
-in time on any machine; "holds_behind=x" holds where an answer ends with that text. With "script=PATH" it says what stands there, see `echo_script`. With
-"tokens_per_step=4" a step adds so many tokens, as one that verifies drafts does.
+in time on any machine; "holds_behind=x" holds answers that end with that text. With "script=PATH"
+it says what stands there, see `echo_script`. With "tokens_per_step=4" a step adds so many tokens,
+as one that verifies drafts does.
 Prompts that contain one of the trigger tokens make it misbehave.
 """
 
