@@ -192,7 +192,7 @@ class GGUFWeights:
         delta, part = self._delta(slot)
         if delta is not None:
             tensor = as_in_checkpoints(tensor, part, self._names.gated_delta, delta)
-        if slot.role is Role.NORM and self._mapping.norm_shift:
+        if slot.is_norm_weight and self._mapping.norm_shift:
             assert arrays.is_array(tensor), name
             return tensor.float() - self._mapping.norm_shift
         return tensor

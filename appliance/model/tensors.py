@@ -69,6 +69,11 @@ class TensorSlot:
         kept = self.role.decides or self.role in (Role.TOKEN_INPUT, Role.EXPERT_LATENT)
         return self.layer is not None and len(self.shape) == 2 and not kept
 
+    @property
+    def is_norm_weight(self) -> bool:
+        """True for a norm's weight, to which some files add a constant, and not for its bias."""
+        return self.role is Role.NORM and not self.name.endswith(".bias")
+
 
 def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
     """List every tensor of a decoder, in the order of use.

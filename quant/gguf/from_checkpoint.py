@@ -65,7 +65,9 @@ def settings_of(source: ModelSource) -> FileSettings:
         "attention.head_count_kv": attention.num_kv_heads,
         "attention.key_length": attention.head_dim,
         "attention.value_length": attention.head_dim,
-        "attention.layer_norm_rms_epsilon": spec.final_norm.eps,
+        f"attention.layer_norm{'' if spec.final_norm.centered else '_rms'}_epsilon": (
+            spec.final_norm.eps
+        ),
         "rope.dimension_count": full.rope.rotary_dim,
         "rope.freq_base": full.rope.theta,
         "vocab_size": spec.vocab_size,

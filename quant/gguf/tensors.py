@@ -68,7 +68,7 @@ def file_tensors(source: ModelSource) -> list[FileTensor]:
             slot,
             named.name,
             _stored_order(source, slot, mapping),
-            mapping.norm_shift if slot.role is Role.NORM else 0.0,
+            mapping.norm_shift if slot.is_norm_weight else 0.0,
         )
         for slot, named in pairs
         if slot.name in stored

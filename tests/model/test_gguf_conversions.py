@@ -108,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
     "phi": CENTERED["phi"],
     "gpt_neox": CENTERED["gpt_neox"],
+    "nemotron": CENTERED["nemotron"],
     "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
 }
 CASES |= RELATIVES
@@ -123,7 +124,7 @@ def pack_rows(name: str, data: Any) -> Any:
 def make(case: str, make_model: Callable[..., Any]) -> Any:
     model_type, settings = CASES[case]
     sizes = SIZES
-    if model_type in ("falcon", "phi", "gpt_neox"):
+    if model_type in ("falcon", "phi", "gpt_neox", "nemotron"):
         sizes = {"hidden_size": 96}
     return make_model(model_type, **sizes | settings)
 

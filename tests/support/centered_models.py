@@ -26,6 +26,7 @@ CENTERED: dict[str, tuple[str, dict[str, Any]]] = {
     # One norm for attention and MLP, and a bias of the head.
     "phi": ("phi", {}),
     "gpt_neox": ("gpt_neox", {}),
+    "nemotron": ("nemotron", {}),
     "gpt_neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon-in-turn": ("falcon", FALCON | {"parallel_attn": False, "multi_query": False}),
 }

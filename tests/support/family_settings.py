@@ -252,6 +252,7 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "dots1": [EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2}],
     "ernie4_5_moe": [{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}],
     "phi": [{"layer_norm_eps": 1e-5}],
+    "nemotron": [{"attention_bias": True, "mlp_bias": True, "norm_eps": 1e-5}],
     "gpt_neox": [{"rotary_pct": 0.5}, {"use_parallel_residual": False}],
     "gemma": [{"hidden_act": "gelu"}],
     "gemma2": [
@@ -413,6 +414,8 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
                "attention.shared_kv_layers": 0, "attention.key_length_swa": 16,
                "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0},
     "falcon": {"attention.layer_norm_epsilon": 1e-5},
+    "nemotron": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 8,
+                 "rope.scaling.type": "none", "vocab_size": 40},
     "phi2": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 8},
     "gptneox": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4,
                 "attention.head_count_kv": 2, "use_parallel_residual": True},

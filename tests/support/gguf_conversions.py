@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "phi": "phi2",
     "gpt_neox": "gptneox",
+    "nemotron": "nemotron",
     "mixtral": "llama",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -123,8 +124,8 @@ def gguf_settings(whole: Any) -> dict[str, Any]:
         found["expert_feed_forward_length"] = width
     eps = getattr(config, "layer_norm_epsilon", None) or getattr(config, "rms_norm_eps", 1e-6)
     found["attention.layer_norm_rms_epsilon"] = eps
-    centred = getattr(config, "layer_norm_eps", None) or getattr(config, "norm_epsilon", None)
-    if (eps := centred) is not None:
+    centred = ("layer_norm_eps", "norm_epsilon", *(("norm_eps",) if kind == "nemotron" else ()))
+    if (eps := next((e for key in centred if (e := getattr(config, key, None))), None)) is not None:
         found["attention.layer_norm_epsilon"] = eps
         del found["attention.layer_norm_rms_epsilon"]
     if rope.get("rope_type") == "yarn":
@@ -441,7 +442,7 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
         groups = tensor.view(count, heads // count + 2, config.hidden_size // heads, -1)
         queries, keys, values = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         return torch.cat([p.flatten(0, 2) for p in (queries, keys, values)]).view_as(tensor)
-    if kind in ("gemma", "gemma2") and name.endswith("norm.weight"):
+    if kind in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
         return tensor + 1
     # Checkpoints of Llama 4 have pairs already.
     is_paired = kind.startswith(_PAIRED) and kind != "llama4_text"

@@ -42,6 +42,7 @@ from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
 from appliance.model.families.mistral4 import MISTRAL4
 from appliance.model.families.mixtral import MIXTRAL
+from appliance.model.families.nemotron import NEMOTRON
 from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from appliance.model.families.olmo2 import OLMO2, OLMO3
 from appliance.model.families.olmoe import OLMOE
@@ -137,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
     PHI,
     GPT_NEOX,
     BAICHUAN,
+    NEMOTRON,
     BAILING_MOE,
     DOTS1,
     ERNIE4_5_MOE,

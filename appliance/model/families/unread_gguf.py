@@ -52,7 +52,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     f"its attention has sinks and multipliers{_FOLDER}": ("granite_swa",),
     f"its positions are learned{_FOLDER}": ("gpt2", "starcoder"),
     f"attention and experts are side by side{_FOLDER}": ("cohere2moe",),
-    f"it is LayerNorm with a bias, and an MLP without gates{_FOLDER}": ("jais2", "nemotron"),
+    f"it is LayerNorm with a bias, and an MLP without gates{_FOLDER}": ("jais2",),
     f"its text has the positions of images{_FOLDER}": ("paddleocr",),
     _AS_FOLDER: ("step35",),
     _GATED_HEADS: ("afmoe", "laguna"),
