@@ -172,7 +172,7 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
     if method.startswith(MODELOPT) or "quant_algo" in config:
         _check_algorithms(config)
     if method.startswith(MODELOPT):
-        return config.get("quant_algo") == PER_TOKEN
+        return _algorithm(config) == PER_TOKEN
     if str(config.get("fmt") or E4M3[0]) not in E4M3:
         raise _unsupported(f"numbers in {config['fmt']!r}")
     block = config.get("weight_block_size")
@@ -190,13 +190,19 @@ def rounds_inputs(config: Mapping[str, Any]) -> bool:
         return True
     layers = config.get("quantized_layers")
     layers = layers.values() if isinstance(layers, dict) else ()
-    names = {str(layer.get("quant_algo")) for layer in layers if isinstance(layer, dict)}
-    return bool({str(config.get("quant_algo")), *names} & {"FP8", "NVFP4", "W4A8_NVFP4_FP8"})
+    names = {_algorithm(layer) for layer in layers}
+    return bool({_algorithm(config), *names} & {"FP8", "NVFP4", "W4A8_NVFP4_FP8"})
+
+
+def _algorithm(settings: object) -> Any:
+    """Return ModelOpt's name of an algorithm in capitals: its exports have fp8_pb_wo in small."""
+    found = settings.get("quant_algo") if isinstance(settings, dict) else settings
+    return found.upper() if isinstance(found, str) else found
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:
     """Refuse ModelOpt's algorithms whose weights are neither e4m3 nor NVFP4, by name."""
-    algorithm, layers = config.get("quant_algo"), config.get("quantized_layers") or {}
+    algorithm, layers = _algorithm(config), config.get("quantized_layers") or {}
     if algorithm is None and not layers:  # the KV cache alone is quantized
         return
     if algorithm != MIXED and algorithm not in ALGORITHMS:
@@ -205,7 +211,7 @@ def _check_algorithms(config: Mapping[str, Any]) -> None:
         raise _unsupported(f"quantized_layers of {layers!r}")
     check_group_size(MODELOPT_NVFP4, config.get("group_size"))
     for name, layer in layers.items():
-        own = layer.get("quant_algo") if isinstance(layer, dict) else layer
+        own = _algorithm(layer)
         if own not in ALGORITHMS:
             raise _unsupported(f"quant_algo {own!r} of {name}")
         check_group_size(MODELOPT_NVFP4, layer.get("group_size") if "NVFP4" in own else None)

@@ -139,9 +139,12 @@ def _auto_round(folder: SafetensorsFolder, config: Mapping[str, Any]) -> WeightR
         return WordPackedWeights(folder, gptq.auto_round_layout(config, packing))
     if bits == 4 and kind.startswith(("nv_fp", "mx_fp")) and "e5m3" not in packing:
         return Fp4Weights(folder, (*fp4.PACKED.values(),), DenseWeights(folder))
+    if bits == 8 and kind.startswith("fp") and "e5m2" not in kind:
+        return Fp8Weights(folder)
     raise UnsupportedModelError(
         f"this AutoRound model has {bits!r} bits of data_type {kind!r} with packing_format"
-        f" {packing!r}; supported are integers, and nv_fp and mx_fp of 4 bits; {_OTHER_WAY}"
+        f" {packing!r}; supported are integers, e4m3, and nv_fp and mx_fp of 4 bits;"
+        f" {_OTHER_WAY}"
     )
 
 

@@ -241,6 +241,25 @@ MODELOPT: dict[str, Callable[[], Folder]] = {
         modelopt("FP8_PER_CHANNEL_PER_TOKEN"), (ROWS,), ".weight_scale", FILE
     ),
     "modelopt blocks": lambda: fp8(modelopt("FP8_PB_WO"), (1, 1, 1, 1), ".weight_scale", FILE),
+    # ModelOpt 0.47's export_hf_checkpoint writes this name in small letters.
+    "modelopt blocks as exported": lambda: fp8(
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": ["lm_head"]},
+        (1, 1, 1, 1),
+        ".weight_scale",
+    ),
+    # Of AutoRound 0.16's scheme FP8_STATIC.
+    "auto-round FP8": lambda: fp8(
+        {
+            "quant_method": "auto-round",
+            "bits": 8,
+            "data_type": "fp",
+            "fmt": "e4m3",
+            "packing_format": "auto_round:fp8_static",
+            "activation_scheme": "static",
+        },
+        (ROWS,),
+        ".weight_scale",
+    ),
     "without a method": lambda: fp8({"quant_algo": "FP8"}, (1,), ".weight_scale"),
     "modelopt NVFP4": lambda: nvfp4(modelopt("NVFP4", group_size=16), FILE),
     "mixed": lambda: nvfp4(modelopt("MIXED_PRECISION", quantized_layers=LAYERS), FILE),

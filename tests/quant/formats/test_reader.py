@@ -120,7 +120,7 @@ def test_other_methods_are_refused_by_name_with_what_to_do(
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"packing_format": "auto_round:fp8_static", "data_type": "fp8"}, "data_type 'fp8'"),
+        ({"packing_format": "auto_round", "data_type": "fp8_e5m2"}, "data_type 'fp8_e5m2'"),
         ({"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"}, "8 bits of data"),
         ({"packing_format": "auto_round:auto_awq"}, "8 bits"),
     ],
@@ -170,3 +170,13 @@ def test_settings_in_config_json_win_over_those_of_a_file_beside(tmp_path: Path)
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert read_config(tmp_path)["quantization_config"] == expected
+
+
+def test_quanto_is_known_by_the_file_that_it_writes(tmp_path: Path) -> None:
+    """optimum-quanto 0.2.7 writes a map of modules, and no settings to config.json."""
+    where = folder(tmp_path, {NAME + "._data": torch.zeros(4, 4, dtype=torch.int8)}, None).path
+    (where / "quanto_qmap.json").write_text(
+        json.dumps({NAME.removesuffix(".weight"): {"weights": "qint8", "activations": "none"}})
+    )
+    with pytest.raises(UnsupportedModelError, match="quantized by Quanto cannot be read"):
+        open_weights(SafetensorsFolder(where))
