@@ -130,6 +130,18 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def read_whole(path: Path) -> bytes:
+    """Read a file of a model.
+
+    Raises:
+        CheckpointError: another file stands in its place.
+        OSError: it is unreadable or no regular file.
+    """
+    content = read_bytes(path)
+    refuse_stand_in(path, content)
+    return content
+
+
 def read_text(path: Path) -> str:
     """Read a regular file in UTF-8; see `open_regular`.
 

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from appliance.errors import ChatTemplateError, CheckpointError, ModelError
-from appliance.files import read_bytes, read_text
+from appliance.files import read_text, read_whole
 from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
@@ -89,7 +89,7 @@ def _content_of(path: Path) -> bytes:
     file = path / TOKENIZER
     if (size := file.stat().st_size) > MAX_TOKENIZER_BYTES:
         raise ModelError(f"{file} has {size >> 20} MiB, more than any tokenizer; download it again")
-    return read_bytes(file)
+    return read_whole(file)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

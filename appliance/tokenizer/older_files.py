@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from appliance.errors import ModelError, UnsupportedModelError
-from appliance.files import open_regular, read_bytes
+from appliance.files import open_regular, read_whole
 from appliance.tokenizer.from_gguf import SENTENCEPIECE, GGUFTokenizer
 from appliance.tokenizer.known_parts import is_short_table
 from appliance.tokenizer.pieces import SPACE_MARK
@@ -120,7 +120,7 @@ def _from_merges(path: Path, kind: str, model_type: str) -> OlderTokenizer:
 def _from_pieces(file: Path, config: Mapping[str, Any]) -> OlderTokenizer:
     """Read SentencePiece's model (sentencepiece_model.proto), as llama.cpp's converter does."""
     try:
-        model = _message(read_bytes(file))
+        model = _message(read_whole(file))
         pieces = [_message(piece) for piece in model[1]]
         trainer, normalizer = _message(model[2][-1]), _message(model[3][-1])
         tokens = [piece[1][-1].decode() for piece in pieces]

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
 from appliance.errors import ModelError, UnsupportedModelError
-from appliance.files import read_bytes
+from appliance.files import read_whole
 from appliance.tokenizer.from_gguf import MAX_SPLIT_CHARACTERS
 from appliance.tokenizer.pieces import bytes_in_letters
 from appliance.tokenizer.pre_tokenizers import KIMI, KNOWN_PATTERNS
@@ -55,7 +55,7 @@ def read_tekken(file: Path) -> Tokenizer:
             unknown rules.
     """
     try:
-        found = msgspec.json.decode(read_bytes(file), type=_Tekken)
+        found = msgspec.json.decode(read_whole(file), type=_Tekken)
     except msgspec.MsgspecError as error:
         raise _damaged(file, str(error)) from error
     settings, special = found.config, found.special_tokens
@@ -90,7 +90,7 @@ def read_kimi(file: Path, named: dict[int, str]) -> Tokenizer:
         ModelError: it is damaged.
     """
     ranks: dict[bytes, int] = {}
-    for line in read_bytes(file).splitlines():
+    for line in read_whole(file).splitlines():
         encoded, _, rank = line.partition(b" ")
         if not rank.isdigit():
             raise _damaged(file, f"{line!r:.40} is no token with its rank")

@@ -186,6 +186,14 @@ def test_files_of_another_kind_are_named_with_what_helps(
     assert fix in failed[0].fix
 
 
+def test_a_pointer_in_place_of_the_tokenizer_is_named(folder: Path, report: Report) -> None:
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    failed = [one for one in report(folder) if one.grade is Grade.FAIL]
+    assert [(one.name, one.fix) for one in failed] == [
+        ("tokens", "fetch the file with `git lfs pull`")
+    ]
+
+
 def test_a_path_that_is_no_model_is_not_to_be_fetched(tmp_path: Path, report: Report) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for path in (tmp_path / "notes.txt", tmp_path):
