@@ -27,6 +27,7 @@ from appliance.files import (
     write_json,
 )
 from appliance.kernels import arrays
+from appliance.other_forms import form_of_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +41,13 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 COMPARED_BYTES = 1 << 20  # of two tensors at once
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 QUANTIZATION = "quantization_config"
 # Files of other projects that hold settings which config.json lacks, and the method they belong to.
 _SETTINGS_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
+    "quanto_qmap.json": "quanto",
 }
 
 # A part of several, or weights that are no whole model.
@@ -271,14 +272,13 @@ def _weight_files(path: Path) -> list[Path]:
     if numbered := _numbered(path, loose):
         return numbered
     if loose:
+        named = ", ".join(sorted(file.name for file in loose)[:8])
         raise CheckpointError(
-            f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; download the folder again"
+            f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}, which would say whether these are"
+            f" parts of one model: {named}; fetch the index, or give each model a folder of its own"
         )
-    if any(file.suffix in PICKLED_SUFFIXES for file in path.iterdir()):
-        raise CheckpointError(
-            f"{path} holds only pickled weights, which can run code when they are loaded; "
-            "use a version of the model in safetensors or GGUF form"
-        )
+    if (form := form_of_folder(path)) is not None:
+        raise CheckpointError(f"{path} holds {form[0]}; {form[1]}")
     raise CheckpointError(f"{path} holds no weights; it needs {WEIGHTS_NAME} or {INDEX_NAME}")
 
 

@@ -21,6 +21,12 @@ def is_gguf(file: Path | str) -> bool:
     return str(file).lower().endswith(SUFFIX)
 
 
+def is_beside_a_model(name: str) -> bool:
+    """Return True for the usual names of projectors of images, and of importance matrices."""
+    name = Path(name).name.lower()
+    return "mmproj" in name or name.startswith("imatrix")
+
+
 def parts_of_name(name: str) -> tuple[str, ...]:
     """Return the names of all parts of the model that a file is of; itself if it is whole.
 

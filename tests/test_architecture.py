@@ -24,7 +24,7 @@ LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
 LEAVES = {
     "version", "runtime", "errors", "stats", "stages", "events", "files", "gguf_names",
-    "quantize_events", "rankers", "wording", "long_lived",
+    "quantize_events", "rankers", "wording", "long_lived", "other_forms",
 }  # fmt: skip
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "events": set(),
     "files": set(),
+    "other_forms": set(),
     "gguf_names": set(),
     "rankers": set(),
     "sampling_defaults": set(),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError
 from appliance.files import read_text
-from appliance.gguf_names import first_parts, is_gguf, parts_of_name
+from appliance.gguf_names import first_parts, is_beside_a_model, is_gguf, parts_of_name
 from appliance.hub.growth import Progress, watch_growth
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
             or name in older
             or _DENSE.fullmatch(name)
         ]
-    # Projectors of images belong to another file, and are no models.
-    models = [name for name in ggufs if not Path(name).name.startswith("mmproj")]
+    models = [name for name in ggufs if not is_beside_a_model(name)]
     if len(models) == 1:
         return choose_files(repo_id, names, models[0])
     if ggufs:

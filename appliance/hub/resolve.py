@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ModelError
-from appliance.gguf_names import find_first_part, first_part, first_parts, is_gguf, stem_of
+from appliance.gguf_names import (
+    find_first_part,
+    first_part,
+    first_parts,
+    is_beside_a_model,
+    is_gguf,
+    stem_of,
+)
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.name import HubName
 from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
+from appliance.other_forms import form_of_file, form_of_folder, models_inside
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+
+_SETTINGS = ("config.json", "adapter_config.json", "params.json", "model_index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +103,19 @@ def _folder(path: Path) -> ResolvedModel:
         return ResolvedModel(path, name)
     if len(ggufs) == 1:
         return _file(path / ggufs[0])
+    models = [name for name in ggufs if not is_beside_a_model(name)]
+    if len(models) == 1:
+        return _file(path / models[0])
     if ggufs:
-        found = ", ".join(ggufs[:8])
+        found = ", ".join((models or ggufs)[:8])
         raise ModelError(f"{path} holds several GGUF files; give the path of one: {found}")
-    if (path / "config.json").is_file():
+    if any((path / each).is_file() for each in _SETTINGS):
         return ResolvedModel(path, name)  # the loader reports what is missing
+    if inside := models_inside(path):
+        found = ", ".join(inside)
+        raise ModelError(f"{path} holds models in folders of their own; give one: {found}")
+    if (form := form_of_folder(path)) is not None:
+        raise ModelError(f"{path} holds {form[0]}; {form[1]}")
     raise ModelError(f"{path} is no model folder: it has neither config.json nor a .gguf file")
 
 
@@ -108,9 +126,8 @@ def _file(path: Path) -> ResolvedModel:
         # Without its first part it is no model: the loader says which part is missing.
         first = first_part(path) if first_part(path).is_file() else path
         return ResolvedModel(first, stem_of(path), packaged_sampling(path))
-    if path.suffix == ".safetensors" or path.name == "config.json":
-        raise ModelError(f"{path} is part of a model; give the folder that holds it")
-    raise ModelError(f"{path} is no GGUF file; give a .gguf file or a folder with safetensors")
+    what, advice = form_of_file(path)
+    raise ModelError(f"{path} is {what}; {advice}")
 
 
 def _near(path: Path) -> str:

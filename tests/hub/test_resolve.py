@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from appliance.errors import ModelError
 from appliance.hub import HubName, resolve
@@ -92,18 +97,83 @@ def test_folders_that_are_not_clear(tmp_path: Path) -> None:
         find(str(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("model.safetensors", "give the folder that holds it"),
-        ("config.json", "give the folder that holds it"),
-        ("pytorch_model.bin", "is no GGUF file"),
-    ],
-)
-def test_files_that_are_no_model(tmp_path: Path, name: str, reason: str) -> None:
-    (tmp_path / name).write_bytes(b"\x80\x04")
+def archive(kind: str, suffix: str, folder: Path) -> bytes:
+    """Return what Python's archivers make of a folder."""
+    (folder / "packed").mkdir()
+    (folder / "packed" / "config.json").write_text("{}")
+    shutil.make_archive(str(folder / "model"), kind, folder / "packed")
+    return (folder / f"model.{suffix}").read_bytes()
+
+
+def pickled(folder: Path) -> bytes:
+    torch.save({"weight": torch.zeros(2)}, folder / "saved.pt")
+    return (folder / "saved.pt").read_bytes()
+
+
+FILES: dict[str, tuple[str, Callable[[Path], bytes], str]] = {
+    "weights alone": ("model.safetensors", lambda _: b"", "part of a model; give the folder"),
+    "settings alone": ("config.json", lambda _: b"{}", "part of a model; give the folder"),
+    "tokens alone": ("tokenizer.json", lambda _: b"{}", "part of a model; give the folder"),
+    "torch.save": ("pytorch_model.bin", pickled, "pickled weights, which can run code"),
+    "pickle": ("model.pkl", lambda _: b"\x80\x04}.", "pickled weights, which can run code"),
+    "zip": ("m.zip", partial(archive, "zip", "zip"), "a zip archive; unpack it"),
+    "tar": ("m.tar", partial(archive, "tar", "tar"), "an archive; unpack it"),
+    "gzip": ("m.tgz", partial(archive, "gztar", "tar.gz"), "a compressed archive; unpack it"),
+    "xz": ("m.txz", partial(archive, "xztar", "tar.xz"), "a compressed archive; unpack it"),
+    # ggml's magic numbers are hexadecimal words: 'ggml' is 0x67676d6c and 'ggjt' 0x67676a74.
+    "ggml": ("m.bin", lambda _: struct.pack("<I", 0x67676D6C), "a GGML file of before August 2023"),
+    "ggjt": ("m.bin", lambda _: struct.pack("<I", 0x67676A74), "a GGML file of before August 2023"),
+    "ONNX": ("m.onnx", lambda _: b"\x08\x07", "an ONNX model; take the model in safetensors"),
+    "importance": ("imatrix.dat", lambda _: b"\1\0\0\0", "an importance matrix"),
+    "Ollama's": ("Modelfile", lambda _: b"FROM ./m.gguf\n", "its FROM line names"),
+    "pointer": (
+        "m.bin",
+        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "a Git LFS pointer; fetch the file with `git lfs pull`",
+    ),
+    "text": ("notes.txt", lambda _: b"hello", "is no GGUF file; give a .gguf file or a folder"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_model_are_named_with_what_to_do(name: str, tmp_path: Path) -> None:
+    file, content, reason = FILES[name]
+    (tmp_path / file).write_bytes(content(tmp_path))
     with pytest.raises(ModelError, match=reason):
-        find(str(tmp_path / name), tmp_path)
+        find(str(tmp_path / file), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("model.safetensors.incomplete",), "an unfinished download, model.safetensors.inc"),
+        (("onnx/model.onnx",), "an ONNX model"),
+        (("zero_to_fp32.py", "latest"), "a checkpoint of DeepSpeed; run its zero_to_fp32.py"),
+        (("__0_0.distcp", ".metadata"), "a training checkpoint in parts"),
+        (("pytorch_model.bin",), "only pickled weights"),
+        (("checkpoint-5/model.safetensors", "checkpoint-9/model.safetensors"),
+         "give one: checkpoint-5, checkpoint-9"),
+        (("refs/main", "snapshots/ab12/model.safetensors"), "give one: snapshots/ab12"),
+        (("Q4/m.gguf", "README.md"), "give one: Q4"),
+    ],
+)  # fmt: skip
+def test_folders_that_are_no_model_are_named_with_what_to_do(
+    names: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=reason):
+        find(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("beside", ["mmproj-F16.gguf", "m.mmproj-f16.gguf", "imatrix.gguf"])
+def test_a_model_is_found_beside_its_projector_or_importance_matrix(
+    beside: str, tmp_path: Path
+) -> None:
+    for name in ("m-Q4_K_M.gguf", beside):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert find(str(tmp_path), tmp_path).path.name == "m-Q4_K_M.gguf"
 
 
 @pytest.mark.parametrize(
