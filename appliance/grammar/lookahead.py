@@ -50,13 +50,13 @@ def without_lookahead(pattern: str, place: tuple[str, ...]) -> list[str]:
 
 
 def _looks(pattern: str) -> bool:
-    return any(_GROUP.match(pattern, at) for at, one in _outside_classes(pattern) if one == "(")
+    return any(_GROUP.match(pattern, at) for at, one in outside_classes(pattern) if one == "(")
 
 
 def _alternatives(pattern: str) -> list[str]:
     """Split a pattern where it has alternatives as a whole."""
     depth, begin, found = 0, 0, []
-    for at, one in _outside_classes(pattern):
+    for at, one in outside_classes(pattern):
         depth += {"(": 1, ")": -1}.get(one, 0)
         if one == "|" and depth == 0:
             found.append(pattern[begin:at])
@@ -67,14 +67,14 @@ def _alternatives(pattern: str) -> list[str]:
 def _end_of_group(pattern: str) -> int:
     """Return where the group ends with which a pattern begins; its length if it does not."""
     depth = 0
-    for at, one in _outside_classes(pattern):
+    for at, one in outside_classes(pattern):
         depth += {"(": 1, ")": -1}.get(one, 0)
         if depth == 0:
             return at + 1
     return len(pattern)
 
 
-def _outside_classes(pattern: str) -> list[tuple[int, str]]:
+def outside_classes(pattern: str) -> list[tuple[int, str]]:
     """List the characters that are neither escaped nor in a class, with their places."""
     found, at, in_class = [], 0, False
     while at < len(pattern):

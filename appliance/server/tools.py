@@ -35,6 +35,8 @@ class Offer:
         parameters: JSON Schema of the arguments, if any.
         place: the schema's path in the body, for errors.
         strict: arguments must obey the schema.
+        grammar: they must, where that constrains no tool without one: a coding agent offers such a
+            tool beside many whose schemas nobody meant to be enforced.
         max_name: most characters of the name.
     """
 
@@ -44,6 +46,7 @@ class Offer:
     description: str | None = None
     strict: bool = False
     max_name: int = MAX_NAME
+    grammar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class Tools:
             schemas=schemas,
             places=tuple(offer.place for offer in offers),
             required=required,
-            strict=any(offer.strict for offer in offers),
+            strict=any(offer.strict for offer in offers) or all(offer.grammar for offer in offers),
             one_call=one_call or named is not None,
         )
 

@@ -274,3 +274,17 @@ def test_arguments_of_python_are_those_of_the_schema() -> None:
         assert vocabulary.accepts(grammar, pythonic.write("f", json.dumps(good))), good
     for bad in ({}, {"a": 5}, {"b": 1}, {"b": True, "d": 1}):
         assert not vocabulary.accepts(grammar, pythonic.write("f", json.dumps(bad))), bad
+
+
+@by_form
+@by_kind
+def test_a_text_obeys_its_pattern_in_every_form(form: CallForm, are_control: bool) -> None:
+    """As a custom tool's input obeys a grammar; its matches are Python's."""
+    pattern = r"(?:(?:a\n)(?:(?:\+[bc]*\n)){0,2}(?:[\"]))"
+    text = {"type": "string", "pattern": f"^(?:{pattern})$"}
+    schemas = {"go": {"type": "object", "properties": {"input": text}, "required": ["input"]}}
+    vocabulary, one = words(form, are_control or form.framed), dialect(form)
+    grammar = must_call(one, schemas, vocabulary.control, one_call=True, thinking=False)
+    for seed in range(4):
+        ((_, arguments),) = calls_in(one, vocabulary.walk(grammar, seed), schemas)
+        assert re.fullmatch(pattern, arguments["input"]), arguments

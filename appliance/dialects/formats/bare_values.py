@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from appliance.dialects.lark import anywhere
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def bare_arguments(
         elif "enum" in one:
             texts = lark.rule(" | ".join(map(json.dumps, one["enum"])))
             value = f"{texts} {lark.marks(*after)}"
+        elif isinstance(one.get("pattern"), str):
+            text = lark.obeying([anywhere(one["pattern"])], after[0])
+            value = f"{text} {lark.marks(*after[1:])}"
         else:
             value = f"{lark.until(after[0])} {lark.marks(*after[1:])}"
         members.append(f"({head} {value}){'' if key in required else '?'}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from appliance.errors import RequestError
+from appliance.grammar.regular import regular
 from appliance.server.openai_responses.answers import (
     ApplyPatchCallItem,
     CustomCallItem,
@@ -99,16 +100,23 @@ def offer_of(tool: ResponsesTool, place: str) -> Offer:
         description, schema = _SCHEMAS[tool.type]
         return Offer(tool.type, schema, place, description)
     texts, schema, form = [tool.description or ""], dict(_STRING), tool.format
-    strict = False
+    strict = grammar = False
     if form is not None and form.type == "grammar":
         if form.definition is None or form.syntax not in ("lark", "regex"):
             raise RequestError(
                 f"{place}.format needs a definition, in the syntax lark or regex", param="tools"
             )
         if form.syntax == "regex":
-            schema["pattern"], strict = f"^(?:{form.definition})$", True
+            strict = True
+            schema["pattern"] = f"^(?:{form.definition})$"
             texts.append(f"The input matches this regular expression: {form.definition}")
         else:
+            try:
+                grammar = True
+                schema["pattern"] = f"^(?:{regular(form.definition)})$"
+            except RequestError as error:
+                where = f"{place}.format.definition"
+                raise RequestError(f"{where}: {error.message}", param=where) from error
             texts.append(f"The input obeys this grammar in Lark's notation:\n{form.definition}")
     elif form is not None and form.type != "text":
         raise RequestError(
@@ -117,7 +125,9 @@ def offer_of(tool: ResponsesTool, place: str) -> Offer:
         )
     parameters = {"type": "object", "properties": {"input": schema}, "required": ["input"]}
     description = "\n\n".join(filter(None, texts))
-    return Offer(tool.name or "", parameters, f"{place}.format", description, strict)
+    return Offer(
+        tool.name or "", parameters, f"{place}.format", description, strict, grammar=grammar
+    )
 
 
 def call_item(kind: str, name: str, number: str, call_id: str) -> BuiltInCall:

@@ -185,6 +185,41 @@ async def test_a_regex_holds_and_a_wrong_format_is_refused(
         assert "[0-9]{3}" in grammars[0].text
 
 
+async def test_a_grammar_holds_where_it_constrains_no_other_tool(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    """A coding agent's other tools have schemas that nobody meant to be enforced."""
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "array", "contains": {}}}}}
+    other = {"type": "function", "name": "other", "parameters": schema}
+    named = {"type": "custom", "name": "apply_patch"}
+    nests = {**FREEFORM["format"], "definition": 'start: "(" start ")" | "x"'}
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        grammars: list[Any] = []
+        generate = running.state.engine.generate
+
+        def noted(request: Any) -> Any:
+            grammars.append(request.sampling.grammar)
+            return generate(request)
+
+        running.state.engine.generate = noted  # type: ignore[method-assign]
+        for tools, choice, held in (
+            ([FREEFORM], "auto", True),
+            ([FREEFORM], named, True),
+            ([FREEFORM, other], "auto", False),
+            ([FREEFORM, other], named, True),
+        ):
+            body = {"input": "x", "tools": tools, "tool_choice": choice, "max_output_tokens": 16}
+            response = await running.http.post("/v1/responses", json=body)
+            assert response.status_code == 200, response.text
+            assert (grammars[-1] is not None) is held
+            assert not held or r"\\*\\*\\* Begin" in grammars[-1].text
+        body = {"input": "x", "tools": [{**FREEFORM, "format": nests}, other]}
+        refused = await running.http.post("/v1/responses", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "tools[0].format.definition"
+        assert "start nests in itself" in refused.text
+
+
 async def test_a_shell_runs_at_the_client_alone(serve: Serve, tokenizer: Tokenizer) -> None:
     local: dict[str, Any] = {"type": "shell"}
     async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
