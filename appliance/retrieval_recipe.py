@@ -72,7 +72,7 @@ _TANH = "torch.nn.modules.activation.Tanh"
 # Likewise values of general.architecture in GGUF files.
 GGUF_ENCODERS = frozenset(
     {
-        *("bert", "nomic-bert", "jina-bert-v3", "modern-bert"),
+        *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert"),
         *("gemma-embedding", "llama-embed", "eurobert"),
     }
 )

@@ -62,13 +62,40 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderExperts:
+    """Experts and their router; see `EncoderExpertsSpec`.
+
+    Attributes:
+        router: (count, hidden_size).
+        up: (count, intermediate_size, hidden_size), as is `down`, from whose rows it sums.
+        bias: (hidden_size,), or None.
+    """
+
+    chosen: int
+    router: Tensor
+    up: Tensor
+    down: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        shares = functional.linear(x, self.router).float().softmax(-1)
+        largest, experts = shares.topk(self.chosen, -1)
+        found = torch.zeros_like(x)
+        for expert in experts.unique().tolist():
+            rows, place = (experts == expert).nonzero(as_tuple=True)
+            inner = act(functional.linear(x[rows], self.up[expert]))
+            share = largest[rows, place, None].to(x.dtype)
+            found.index_add_(0, rows, inner @ self.down[expert] * share)
+        return found if self.bias is None else found + self.bias
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderLayer:
     spec: EncoderLayerSpec
     qkv: BiasedLinear
     attention_out: BiasedLinear
     attention_norm: LayerNorm | None
-    up: BiasedLinear
-    down: BiasedLinear
+    mlp: tuple[BiasedLinear, BiasedLinear] | EncoderExperts  # up and down
     mlp_norm: LayerNorm
 
 
@@ -157,13 +184,16 @@ class TextEncoder:
 
     def _mlp(self, layer: EncoderLayer, x: Tensor) -> Tensor:
         act = _ACTIVATIONS[self.spec.activation]
-        up = layer.up(x)
+        if isinstance(layer.mlp, EncoderExperts):
+            return layer.mlp(x, act)
+        up, down = layer.mlp
+        inner = up(x)
         if not self.spec.gated:
-            return layer.down(act(up))
-        gate, value = up.chunk(2, dim=-1)
+            return down(act(inner))
+        gate, value = inner.chunk(2, dim=-1)
         if self.spec.gate_last:
             gate, value = value, gate
-        return layer.down(act(gate) * value)
+        return down(act(gate) * value)
 
     def _attend(
         self,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.model.encoder.spec import (
+    EncoderExpertsSpec,
     EncoderLayerSpec,
     EncoderNames,
     EncoderSpec,
@@ -47,7 +48,7 @@ class EncoderFamily:
     Attributes:
         model_type: of its Hugging Face configs.
         read: builds the spec; the flag says that there is a ranking head.
-        other_names: for checkpoints that have its tokens' embedding and not its first layer.
+        other_names: for checkpoints whose first layer has a linear by these.
     """
 
     model_type: str
@@ -189,8 +190,26 @@ def _read_nomic(config: ConfigReader, ranks: bool) -> EncoderSpec:
     for key, usual in _NOMIC_USUAL.items():
         if config.value(key, usual) != usual:
             raise config.refuse(key, str(usual))
-    no_bias = {"attention_bias": False, "up_bias": False, "down_bias": False}
-    return _rotated(config, "nomic-bert", ranks, gated=True, **no_bias)
+    kind = config.text("activation_function", "swiglu")
+    if kind not in ("swiglu", "gelu"):
+        raise config.refuse("activation_function", "swiglu, gelu")
+    biases = {own: config.flag(key, False) for own, key in _NOMIC_BIASES.items()}
+    if kind == "swiglu":
+        for key in ("moe_every_n_layers", "num_experts"):
+            if config.value(key, 0):
+                raise config.refuse(key, "0 beside swiglu")
+        return _rotated(config, "nomic-bert", ranks, gated=True, **biases)
+    spec = _rotated(config.with_value("hidden_act", kind), "nomic-bert", ranks, **biases)
+    every = config.integer("moe_every_n_layers", 0)
+    if every < 2:
+        if every:
+            raise config.refuse("moe_every_n_layers", "0, or 2 and more")
+        return spec
+    experts = EncoderExpertsSpec(config.integer("num_experts"), config.integer("moe_top_k"))
+    if experts.chosen > experts.count:
+        raise config.refuse("moe_top_k", f"at most num_experts, {experts.count}")
+    layers = (replace(layer, routed=i % every == 1) for i, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers), experts=experts)
 
 
 def _rotated(config: ConfigReader, architecture: str, ranks: bool, **form: Any) -> EncoderSpec:
@@ -235,10 +254,14 @@ def _ntk(config: ConfigReader, section: ConfigReader, head_dim: int) -> RopeSpec
 _GTE_USUAL = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm",
               "logn_attention_scale": False, "pack_qkv": True}  # fmt: skip
 _NOMIC_USUAL: dict[str, Any] = {
-    "activation_function": "swiglu", "prenorm": False, "causal": False, "parallel_block": False,
-    "use_rms_norm": False, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False,
+    "prenorm": False, "causal": False, "parallel_block": False,
+    "use_rms_norm": False,
     "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
-    "moe_every_n_layers": 0, "num_experts": 0,
+    "num_shared_experts": 0, "expert_choice_router": False, "moe_normalize_expert_weights": False,
+    "ffn_div": 1,
+}  # fmt: skip
+_NOMIC_BIASES = {
+    "attention_bias": "qkv_proj_bias", "up_bias": "mlp_fc1_bias", "down_bias": "mlp_fc2_bias"
 }  # fmt: skip
 _NOMIC_OLD_NAMES = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
@@ -397,6 +420,14 @@ _NOMIC_NAMES = EncoderNames(
     classifier="classifier",
     unused=("cls.", "pooler.", "bert.pooler.", "nomic_bert.pooler."),
 )
+_NOMIC_UNGATED_NAMES = replace(
+    _NOMIC_NAMES,
+    up=("mlp.fc1",),
+    router="mlp.router.layer",
+    expert_up="mlp.experts.mlp.w1",
+    expert_down="mlp.experts.mlp.w2",
+    expert_bias="mlp.experts.bias",
+)
 
 ENCODERS: Sequence[EncoderFamily] = (
     EncoderFamily("bert", _read_bert, _BERT_NAMES),
@@ -406,7 +437,7 @@ ENCODERS: Sequence[EncoderFamily] = (
     EncoderFamily("jina_embeddings_v3", _read_jina, _JINA_NAMES),
     EncoderFamily("gte", _read_gte, _GTE_NAMES),
     EncoderFamily("new", _read_gte, _GTE_NAMES),  # of the code before transformers' class
-    EncoderFamily("nomic_bert", _read_nomic, _NOMIC_NAMES),
+    EncoderFamily("nomic_bert", _read_nomic, _NOMIC_NAMES, _NOMIC_UNGATED_NAMES),
     EncoderFamily("distilbert", _read_distilbert, _DISTILBERT_NAMES),
     EncoderFamily("mpnet", _read_mpnet, _MPNET_NAMES),
     EncoderFamily("modernbert", _read_modernbert, _MODERNBERT_NAMES),

@@ -15,6 +15,7 @@ from appliance.gguf.types import FLOAT_BITS, held_bytes, widened_bits
 from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.model.encoder.spec import (
+    EncoderExpertsSpec,
     EncoderLayerSpec,
     EncoderNames,
     EncoderSpec,
@@ -54,6 +55,10 @@ _NAMES = EncoderNames(
     final_norm="output_norm",
     dense="cls",
     head_norm="cls.norm",
+    router="ffn_gate_inp",
+    expert_up="ffn_up_exps.weight",
+    expert_down="ffn_down_exps.weight",
+    experts_apart=True,
     classifier="cls.output",
     unused=("cls.", "rope_freqs."),
 )
@@ -116,6 +121,20 @@ def _rotated(file: _File) -> EncoderSpec:
     theta = file.settings.number("rope.freq_base", _THETA)
     rope = RopeSpec(theta=theta, rotary_dim=spec.head_dim)
     return replace(spec, layers=(EncoderLayerSpec(rope=rope),) * len(spec.layers))
+
+
+def _nomic_moe(file: _File) -> EncoderSpec:
+    """Read Nomic's encoder with experts, whose converter leaves the bias of their sum out."""
+    settings = file.settings
+    every = settings.integer("moe_every_n_layers")
+    if every < 2:
+        raise settings.refuse("moe_every_n_layers", "2 and more")
+    spec = _rotated(file)
+    experts = EncoderExpertsSpec(
+        settings.integer("expert_count"), settings.integer("expert_used_count"), bias=False
+    )
+    layers = (replace(layer, routed=i % every == 1) for i, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers), experts=experts)
 
 
 def _modernbert(file: _File) -> EncoderSpec:
@@ -188,6 +207,7 @@ _Read = Callable[[_File], EncoderSpec]
 GGUF_ENCODERS: dict[str, tuple[_Read, EncoderNames]] = {
     "bert": (_bert, _NAMES),
     "nomic-bert": (_rotated, replace(_NAMES, up=("ffn_gate", "ffn_up"))),
+    "nomic-bert-moe": (_nomic_moe, _NAMES),
     "jina-bert-v3": (_rotated, _NAMES),
     "modern-bert": (_modernbert, _MODERN_NAMES),
 }

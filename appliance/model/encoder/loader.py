@@ -12,6 +12,7 @@ from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.encoder.encoder import (
     BiasedLinear,
+    EncoderExperts,
     EncoderHead,
     EncoderLayer,
     LayerNorm,
@@ -20,6 +21,7 @@ from appliance.model.encoder.encoder import (
 
 if TYPE_CHECKING:
     from appliance.model.encoder.source import EncoderSource
+    from appliance.model.encoder.spec import EncoderExpertsSpec
 
 
 def load_encoder(
@@ -54,6 +56,17 @@ def load_encoder(
         bias = tensor(f"{name}.bias") if spec.norm_bias else None
         return LayerNorm(tensor(f"{name}.weight"), bias, spec.norm_eps)
 
+    def experts(own: str, settings: EncoderExpertsSpec) -> EncoderExperts:
+        shape = (settings.count, spec.intermediate_size, spec.hidden_size)
+        up, down = tensor(own + names.expert_up), tensor(own + names.expert_down)
+        return EncoderExperts(
+            settings.chosen,
+            router=tensor(f"{own}{names.router}.weight"),
+            up=up.view(shape),
+            down=down.mT if names.experts_apart else down.view(shape),
+            bias=tensor(own + names.expert_bias) if settings.bias else None,
+        )
+
     layers = []
     for index, layer in enumerate(spec.layers):
         on_progress("weights", index, len(spec.layers))
@@ -64,8 +77,12 @@ def load_encoder(
                 qkv=linear(*(own + name for name in names.qkv), bias=spec.attention_bias),
                 attention_out=linear(own + names.attention_out, bias=spec.attention_bias),
                 attention_norm=norm(own + names.attention_norm) if layer.attention_norm else None,
-                up=linear(*(own + name for name in names.up), bias=spec.up_bias),
-                down=linear(own + names.down, bias=spec.down_bias),
+                mlp=experts(own, spec.experts)
+                if layer.routed and spec.experts is not None
+                else (
+                    linear(*(own + name for name in names.up), bias=spec.up_bias),
+                    linear(own + names.down, bias=spec.down_bias),
+                ),
                 mlp_norm=norm(own + names.mlp_norm),
             )
         )

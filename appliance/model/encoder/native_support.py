@@ -17,6 +17,8 @@ def why_unsupported(spec: EncoderSpec) -> str | None:
             f"its heads have {spec.head_dim} elements; the CPU library covers multiples of"
             f" {HEAD_WIDTH_STEP} up to {MOST_HEAD_WIDTH}"
         )
+    if spec.experts is not None:
+        return "its layers have experts"
     if spec.distance_buckets:
         return "its scores have biases by distance"
     if not spec.norms_follow and spec.layers[0].attention_norm:

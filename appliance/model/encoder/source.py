@@ -110,7 +110,7 @@ def _open_folder(path: Path) -> EncoderSource:
         first = other.layer.format(0)
         names = (
             other
-            if any(f"{p}{first}.{other.qkv[0]}.weight" in stored for p in other.prefixes)
+            if any(f"{p}{first}.{other.up[0]}.weight" in stored for p in other.prefixes)
             else names
         )
     prefix = next(

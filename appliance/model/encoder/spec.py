@@ -56,11 +56,29 @@ class EncoderLayerSpec:
         reach: positions on each side that a token sees; None for all.
         rope: None without rotation.
         attention_norm: a norm stands before attention, or after it if norms follow.
+        routed: experts are in place of the MLP.
     """
 
     reach: int | None = None
     rope: RopeSpec | None = None
     attention_norm: bool = True
+    routed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderExpertsSpec:
+    """MLPs without gates or own biases, of which a router chooses some for each token.
+
+    y = sum(p[e] * down[e](act(up[e](x))) for the `chosen` largest p) + bias, with p the softmax of
+    the router's logits over all experts.
+
+    Attributes:
+        bias: of the sum.
+    """
+
+    count: int
+    chosen: int
+    bias: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,7 @@ class EncoderSpec:
         gated: down(act(a) * b) for (a, b) = up(x), instead of down(act(up(x))).
         gate_last: b comes before a.
         norm_bias: norms have one; so do linears with `attention_bias`, `up_bias`, `down_bias`.
+        experts: of the layers that are routed.
         ranking: None without a head.
     """
 
@@ -103,6 +122,7 @@ class EncoderSpec:
     attention_bias: bool = True
     up_bias: bool = True
     down_bias: bool = True
+    experts: EncoderExpertsSpec | None = None
     ranking: RankingSpec | None = None
 
     @property
@@ -117,6 +137,10 @@ class EncoderNames:
     Attributes:
         prefixes: before all but the head; the one that a checkpoint uses is found by its tensors.
         qkv: one name, or those of queries, keys and values; likewise `up` of both its parts.
+        router: and the next three name the parts of experts; all are in full but for `.weight`.
+        experts_apart: stacks of experts have a dimension of their own, and `expert_down` the width
+            of the stream before the inner one, as in GGUF files; else experts' rows follow one
+            another, and both have the width of the stream last.
         unused: beginnings of the names of tensors that embedding and ranking do not need.
     """
 
@@ -137,6 +161,11 @@ class EncoderNames:
     distances: str = ""
     final_norm: str = ""
     head_norm: str = ""
+    router: str = ""
+    expert_up: str = ""
+    expert_down: str = ""
+    expert_bias: str = ""
+    experts_apart: bool = False
     unused: tuple[str, ...] = field(default=())
 
 
@@ -172,6 +201,16 @@ def encoder_slots(
         linear(own + names.attention_out, hidden, hidden, spec.attention_bias)
         if layer.attention_norm:
             norm(own + names.attention_norm)
+        if layer.routed and (experts := spec.experts) is not None:
+            count, apart = experts.count, names.experts_apart
+            slots[f"{own}{names.router}.weight"] = (count, hidden)
+            flat = (count * inner, hidden)
+            slots[own + names.expert_up] = (count, inner, hidden) if apart else flat
+            slots[own + names.expert_down] = (count, hidden, inner) if apart else flat
+            if experts.bias:
+                slots[own + names.expert_bias] = (hidden,)
+            norm(own + names.mlp_norm)
+            continue
         for name in names.up:
             rows = inner * (2 if spec.gated else 1) // len(names.up)
             linear(own + name, rows, hidden, spec.up_bias)

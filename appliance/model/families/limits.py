@@ -196,6 +196,8 @@ RANGES: dict[str, Range] = {
     "llama_4_scaling_beta": Range(0.0, 1e6),
     "nextn_predict_layers": Range(0, 1024),
     "num_experts": _EXPERTS,
+    "moe_every_n_layers": Range(0, 4096),
+    "moe_top_k": _EXPERTS,
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
     "expert_count": _EXPERTS,

@@ -19,10 +19,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "no layer has attention": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
     "it only reads texts: `appliance serve` serves its embeddings, and nothing else can be done "
     "with it here": (
-        *("bert", "nomic-bert", "jina-bert-v3", "modern-bert"),
+        *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert"),
         *("eurobert", "gemma-embedding", "llama-embed"),
     ),
-    "it is an encoder with experts; use nomic-embed-text-v1.5 instead": ("nomic-bert-moe",),
     "it is an encoder whose scores have biases by distance (ALiBi); use jina-embeddings-v3, or "
     "another encoder": ("jina-bert-v2",),
     "it is an encoder that transformers has no class of; use ModernBERT's or BERT's": ("neo-bert",),

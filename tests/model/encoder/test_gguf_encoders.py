@@ -212,7 +212,6 @@ def test_what_cannot_be_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("nomic-bert-moe", "with experts; use nomic-embed-text-v1.5"),
         ("jina-bert-v2", "ALiBi"),
         ("neo-bert", "no class of"),
         ("t5encoder", "relative position"),
