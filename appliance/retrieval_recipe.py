@@ -37,6 +37,12 @@ QWEN3_RERANKER = (
     "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+# From the model card of bge-reranker-v2-gemma; the answer is "Yes" or "No", and "Yes" counts.
+BGE_INSTRUCTION = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the "
+    "query by providing a prediction of either 'Yes' or 'No'."
+)
+BGE_RERANKER = "A: {query}\nB: {document}\n{instruction}"
 # From the model card of llama-nemotron-rerank-1b-v2.
 NEMOTRON_RERANKER = "question:{query} \n \n passage:{document}"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -390,8 +396,10 @@ def _of_head(path: Path, config: Mapping[str, Any]) -> RerankRecipe:
 
 
 def _of_readme(path: Path, config: Mapping[str, Any]) -> RerankRecipe | None:
-    """Recognize Qwen3-Reranker by its model card, the only place that first described it."""
+    """Recognize rerankers whose model card is the only place that describes them."""
     settings, text = _card(path)
+    if config.get("model_type") == "gemma" and BGE_INSTRUCTION in text:
+        return RerankRecipe("README.md", BGE_RERANKER, ("Yes",), BGE_INSTRUCTION, framed=True)
     if config.get("model_type") != "qwen3" or not re.search(
         r"^pipeline_tag: *text-ranking *$", settings, re.MULTILINE
     ):

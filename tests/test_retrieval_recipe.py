@@ -242,6 +242,24 @@ def test_rerankers_are_known_by_their_modules_or_their_card(tmp_path: Path) -> N
     assert recipe_of_folder(tmp_path).rerank is None
 
 
+def test_bges_gemma_answers_yes_to_the_words_of_its_card(tmp_path: Path) -> None:
+    """The card's own function for the inputs, and the template that vLLM has for it."""
+    words = (
+        "Given a query A and a passage B, determine whether the passage contains an answer to the "
+        "query by providing a prediction of either 'Yes' or 'No'."
+    )
+    card = f'---\nlicense: apache-2.0\n---\n# Reranker\n```python\nprompt = "{words}"\n```\n'
+    write(tmp_path, config={"model_type": "gemma"}, README=card)
+    found = recipe_of_folder(tmp_path).rerank
+    assert found is not None
+    assert (found.labels, found.framed, found.by_head) == (("Yes",), True, False)
+    filled = found.template.format(query="q", document="d", instruction=found.instruction)
+    assert filled == f"A: q\nB: d\n{words}"
+    write(tmp_path, config={"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]})
+    write(tmp_path, modules=[TRANSFORMER, POOLING], **{"1_Pooling__config": MEAN})
+    assert recipe_of_folder(tmp_path).rerank is None
+
+
 @pytest.mark.parametrize(
     ("metadata", "pooling", "refused"),
     [

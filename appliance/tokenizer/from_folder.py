@@ -61,6 +61,8 @@ def read_folder(path: Path) -> TokenizerSource:
     notes = tokens.apply_to(backend)
     if older is not None:
         _put_around(backend, tokens, usual_bos=older.add_bos)
+    elif _is_of_gte(backend, tokens):
+        _put_around(backend, tokens, usual_bos=False)
     split = tokens.split_special_tokens()
     if split:
         notes.append(
@@ -103,6 +105,19 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _is_of_gte(backend: tokenizers.Tokenizer, tokens: ConfiguredTokens) -> bool:
+    """Return True for gte-Qwen2's files, whose own class ends texts where tokenizer.json does not.
+
+    vLLM reads them so, too (`_maybe_fix_gte_tokenizer`); their embedding is the state of that end.
+    """
+    named = tokens.config.get("auto_map")
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    own = isinstance(classes, list) and any(
+        str(each).startswith("tokenization_qwen.") for each in classes
+    )
+    return own and isinstance(backend.post_processor, processors.ByteLevel)
 
 
 def _put_around(

@@ -178,3 +178,22 @@ def test_recommended_sampling_is_read(make_folder: MakeFolder, tmp_path: Path) -
     sampling = Tokenizer.from_path(tmp_path).sampling
     assert sampling.values == {"temperature": 0.6, "top_p": 0.95}
     assert sampling.source == "generation_config.json"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_texts_end_as_gtes_own_class_ends_them(
+    make_folder: MakeFolder, tmp_path: Path, ends: bool
+) -> None:
+    """As gte-Qwen2-1.5B-instruct has it: a class of its own beside a plain tokenizer.json."""
+    own = ["tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"]
+    make_folder(
+        tmp_path, eos_token="<|im_end|>", add_eos_token=True, auto_map={"AutoTokenizer": own[:ends]}
+    )
+    file = tmp_path / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    backend.save(str(file))
+    plain = backend.encode("hello").ids
+    end = backend.token_to_id("<|im_end|>")
+    found = Tokenizer.from_path(tmp_path).encode("hello", add_special_tokens=True)
+    assert found == [*plain, *([end] if ends else [])]
