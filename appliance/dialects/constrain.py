@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from appliance.dialects.lark import Lark
+from appliance.dialects.lark import ANY_TEXT, Lark
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
 from appliance.grammar.grammar import with_options
@@ -26,6 +26,7 @@ def must_call(
     *,
     one_call: bool,
     thinking: bool,
+    continues: bool = False,
 ) -> Grammar:
     """Build the grammar of answers that are one or more calls, optionally after a thought.
 
@@ -33,12 +34,15 @@ def must_call(
         schemas: JSON Schema of the arguments of each tool that may be called, by name.
         control: ids of the control tokens among the dialect's marks.
         thinking: the answer begins inside a thought.
+        continues: it continues a turn that has begun.
     """
     lark, form = Lark(control), dialect.form
     call = f"{lark.mark(form.opening)} {_calls(dialect, schemas, lark)}"
     start = f"{_before(dialect, lark, thinking=thinking)} {call}"
     if not one_call and form.between is not None:
         start += f" ({lark.mark(form.between)} {call}){{0,{MAX_CALLS - 1}}}"
+    if continues and form.framed:
+        start = form.resumed(lark, start, after_text=thinking)
     return Grammar.lark(lark.text(start))
 
 
@@ -49,6 +53,7 @@ def may_call(
     *,
     thinking: bool,
     content: Grammar | None = None,
+    continues: bool = False,
 ) -> Grammar:
     """Build the grammar of answers that may call tools, with arguments that obey their schemas.
 
@@ -57,6 +62,7 @@ def may_call(
         control: ids of the control tokens among the dialect's marks.
         thinking: the answer begins inside a thought.
         content: JSON Schema of an answer without a call; None allows any text.
+        continues: the answer continues a turn that has begun, and `content` is of the new text.
 
     Raises:
         RequestError: such an answer looks like a call.
@@ -77,6 +83,10 @@ def may_call(
         start = f"{before} ({lark.mark(form.opening)} {_calls(dialect, schemas, lark)} | {plain})"
     else:
         start = f"{before} ({lark.until(form.opening)} {_calls(dialect, schemas, lark)})* {plain}"
+    if continues and form.framed:
+        start = form.resumed(lark, start, after_text=thinking or text is None)
+        if not thinking:
+            start = f"({start} | {text or lark.rule(ANY_TEXT)})"
     return Grammar.lark(lark.text(start))
 
 

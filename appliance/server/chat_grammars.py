@@ -43,13 +43,7 @@ async def chat_grammar(
             expect_grammars(state)  # the next request may need one
         return None
     _, tokenizer = state.serving()
-    if continues and tokenizer.dialect.form.framed:
-        raise RequestError(
-            "this model cannot continue a turn in a given format, nor with a required or strict "
-            "tool; end with a turn of the user",
-            param=chat.param,
-        )
-    build = partial(_build, tokenizer, tools, content, thinking=thinking)
+    build = partial(_build, tokenizer, tools, content, thinking=thinking, continues=continues)
     try:
         grammar = await state.texts.run(build, owner=owner, size=chat.size)
         if content is not None and grammar.text == content.text:
@@ -71,18 +65,31 @@ async def _blame(state: ModelState, tools: Tools) -> None:
 
 
 def _build(
-    tokenizer: Tokenizer, tools: Tools, content: Grammar | None, *, thinking: bool
+    tokenizer: Tokenizer,
+    tools: Tools,
+    content: Grammar | None,
+    *,
+    thinking: bool,
+    continues: bool,
 ) -> Grammar:
     dialect = tokenizer.dialect
     control = tokenizer.mark_ids(dialect.marks)
     # An answer that must call has no text, so a format asks for nothing.
     if tools.required and tools.schemas is not None:
         wanted = {name: tools.schemas[name] for name in tools.required}
-        return must_call(dialect, wanted, control, one_call=tools.one_call, thinking=thinking)
+        return must_call(
+            dialect,
+            wanted,
+            control,
+            one_call=tools.one_call,
+            thinking=thinking,
+            continues=continues,
+        )
     closing = dialect.thought_marks.closing if thinking and dialect.thought_marks else None
     after = None if closing is None else control.get(closing)
     if content is not None:
-        if tools.schemas is None and not dialect.form.framed and (not thinking or after):
+        has_marks = dialect.form.framed and (thinking or not continues)
+        if tools.schemas is None and not has_marks and (not thinking or after):
             return msgspec.structs.replace(content, after=after)
         if content.kind is not GrammarKind.JSON_SCHEMA:
             raise RequestError(
@@ -90,4 +97,11 @@ def _build(
                 "schema only",
                 param="structured_outputs",
             )
-    return may_call(dialect, tools.schemas or {}, control, thinking=thinking, content=content)
+    return may_call(
+        dialect,
+        tools.schemas or {},
+        control,
+        thinking=thinking,
+        content=content,
+        continues=continues,
+    )

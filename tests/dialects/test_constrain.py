@@ -288,3 +288,47 @@ def test_a_text_obeys_its_pattern_in_every_form(form: CallForm, are_control: boo
     for seed in range(4):
         ((_, arguments),) = calls_in(one, vocabulary.walk(grammar, seed), schemas)
         assert re.fullmatch(pattern, arguments["input"]), arguments
+
+
+@pytest.mark.parametrize("begun", ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>"])
+def test_harmony_continues_a_turn_with_a_call_or_in_a_format(begun: str) -> None:
+    form = next(form for form in FORMS if form.framed)
+    thinking = "analysis" in begun
+    vocabulary, one = words(form, True), dialect(form)
+    reply = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    shape = Grammar.schema_as_given(reply)
+    must = must_call(
+        one, SCHEMAS, vocabulary.control, one_call=True, thinking=thinking, continues=True
+    )
+    may = may_call(
+        one, SCHEMAS, vocabulary.control, thinking=thinking, content=shape, continues=True
+    )
+    strict = may_call(one, SCHEMAS, vocabulary.control, thinking=thinking, continues=True)
+    again = "<|end|><|start|>assistant"
+    call = form.write("go", '{"city": "Oslo", "n": 5}')
+    wrong = form.write("go", '{"city": "Rome", "n": 5}')
+    answer = (
+        '{"ok": true}' if not thinking else f'x{again}<|channel|>final<|message|>{{"ok": true}}'
+    )
+    head = f"x{again}" if thinking else again
+    for grammar, text, fits in (
+        (must, head + call, True),
+        (must, head + wrong, False),
+        (must, answer, False),
+        (may, head + call, True),
+        (may, head + wrong, False),
+        (may, answer, True),
+        (may, answer.replace("true", "5"), False),
+        (strict, f"x{again}" + call, True),
+        (strict, f"x{again}" + wrong, False),
+        (strict, answer, True),
+    ):
+        assert vocabulary.accepts(grammar, text) is fits, text
+    reader = one.reader(SCHEMAS, begun=begun)
+    parts = reader.push(head + call) + reader.finish()
+    assert "".join(part.text for part in parts if isinstance(part, CallArguments)) == (
+        '{"city": "Oslo", "n": 5}'
+    )
+    assert [type(part) for part in parts if not isinstance(part, CallArguments)] == [
+        *([Thought] if thinking else []), CallBegin,
+    ]  # fmt: skip

@@ -56,6 +56,15 @@ class CallForm(ABC):
         """Return the grammar of text before a call or answer, in a framed form."""
         return ""
 
+    def resumed(self, lark: Lark, start: str, *, after_text: bool) -> str:
+        """Return the grammar of the end of a begun text and of what follows, in a framed form.
+
+        Args:
+            start: grammar of an answer.
+            after_text: the begun text may go on first.
+        """
+        return start
+
     def plain(self, lark: Lark, text: str | None = None) -> str:
         """Return the grammar of an answer without a call; `text` is a rule for its text."""
         return text or lark.without(self.opening)

@@ -45,6 +45,10 @@ class Harmony(CallForm):
         text = f"{lark.mark(MESSAGE)} {lark.until(ENDS[0])} {lark.marks(START, 'assistant')}"
         return f'({lark.mark(CHANNEL)} ("analysis" | "commentary") {text})*'
 
+    def resumed(self, lark: Lark, start: str, *, after_text: bool) -> str:
+        end = lark.until(ENDS[0]) if after_text else lark.mark(ENDS[0])
+        return f"{end} {lark.marks(START, 'assistant')} {start}"
+
     def plain(self, lark: Lark, text: str | None = None) -> str:
         return f"{lark.marks(CHANNEL, 'final', MESSAGE)} {text or lark.without(ENDS[2])}"
 
