@@ -21,7 +21,11 @@ NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 def tables(folder: Path, **models: str | Path) -> Path:
     path = folder / "config.toml"
-    path.write_text("".join(f'[models.{name}]\nmodel = "{of}"\n' for name, of in models.items()))
+    lines = [
+        f'[models.{name}]\nmodel = "{of}"\nkv_cache_memory = "64MiB"\n'
+        for name, of in models.items()
+    ]
+    path.write_text("".join(lines))
     return path
 
 
@@ -32,7 +36,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without(disk: Path, smollm2_gguf: Path) -> Iterator[Server]:
-    """A server of which one of five models is there: the first is not."""
+    """A server of which one of six models is there and fits: the first is not."""
     damaged = disk / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     config = tables(
@@ -43,7 +47,10 @@ def without(disk: Path, smollm2_gguf: Path) -> Iterator[Server]:
         broken=damaged,
         here=smollm2_gguf,
     )
-    arguments = ("--config", str(config), "--max-model-len", "512", "--kv-cache-memory", "64MiB")
+    with config.open("a") as settings:
+        settings.write(f'[models.large]\nmodel = "{smollm2_gguf}"\nkv_cache_memory = "1MiB"\n')
+        settings.write(f'[models.twice]\nmodel = "{disk}/gone"\nreplicas = 2\n')
+    arguments = ("--config", str(config), "--max-model-len", "512")
     running = Server(disk / "log", *arguments, **NO_HUB, HF_HOME=str(disk / "hub"))
     yield running
     running.stop()
@@ -54,7 +61,7 @@ def ask(server: Server, model: str) -> httpx.Response:
     return server.client.post("/v1/completions", json=body)
 
 
-def test_the_others_are_served_and_each_missing_one_says_why(without: Server) -> None:
+def test_the_others_are_served_and_each_missing_one_says_why(without: Server, disk: Path) -> None:
     assert ask(without, "here").status_code == 200
     assert without.client.get("/health").status_code == 200
     for name, why in (
@@ -62,6 +69,8 @@ def test_the_others_are_served_and_each_missing_one_says_why(without: Server) ->
         ("away", "model.gguf"),
         ("unnamed", "no such thing"),
         ("broken", "damaged.gguf"),
+        ("large", "this does not fit: --kv-cache-memory asks for 1.0 MiB"),
+        ("twice", f"{disk}/gone"),
     ):
         refused = ask(without, name)
         assert refused.status_code == 503, refused.text
@@ -69,7 +78,7 @@ def test_the_others_are_served_and_each_missing_one_says_why(without: Server) ->
         assert f"the model '{name}' cannot be loaded: " in message
         assert why in message
         warned = [line for line in without.log.splitlines() if f"[models.{name}]" in line]
-        assert len(warned) == 1 or name == "broken", without.log
+        assert len(warned) == 1 or name in ("broken", "large"), without.log
     states = {one["id"]: one["state"] for one in without.client.get("/v1/models").json()["data"]}
     assert states.pop("here") == "ready"
     assert set(states.values()) == {"failed"}
