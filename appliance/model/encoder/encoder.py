@@ -223,15 +223,29 @@ class TextEncoder:
 
     def _biases(self, longest: int) -> Tensor | None:
         """Return what scores get by distance, (num_heads, 2 * longest - 1); see attend_by_runs."""
+        ahead = torch.arange(1 - longest, longest, device=self.device)
+        if self.spec.slopes:
+            slopes = torch.tensor(head_slopes(self.spec.num_heads), device=self.device)
+            return (-slopes[:, None] * ahead.abs()).to(self.tokens.dtype)
         if self.distances is None:
             return None
-        ahead = torch.arange(1 - longest, longest, device=self.device)
         return self.distances[distance_bucket(ahead, self.spec.distance_buckets)].T
 
 
 def _floats(x: Tensor) -> NDArray[np.float32]:
     found: NDArray[np.float32] = x.float().cpu().numpy()
     return found
+
+
+def head_slopes(count: int) -> list[float]:
+    """Return ALiBi's slope of each head: a geometric sequence, as its authors' code has it.
+
+    A count that is no power of two takes that of the power below, then every second slope of the
+    power above.
+    """
+    below = 1 << (count.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    return slopes if below == count else slopes + head_slopes(2 * below)[::2][: count - below]
 
 
 def distance_bucket(ahead: Tensor, count: int) -> Tensor:

@@ -103,7 +103,10 @@ def _bert(config: ConfigReader, architecture: str, first: int, ranks: bool) -> E
             f"{config.origin}: lora_adaptations are adapters within the weights, which only Jina's "
             "own code reads; use jinaai/jina-embeddings-v3-hf, the same model in transformers' form"
         )
-    if config.text("position_embedding_type", "absolute") != "absolute":
+    kind = config.text("position_embedding_type", "absolute")
+    if kind == "alibi" and architecture == "bert":
+        return _sloped(config, ranks)
+    if kind != "absolute":
         raise config.refuse("position_embedding_type", "absolute")
     if config.flag("is_decoder"):
         raise config.refuse("is_decoder", "false")
@@ -118,6 +121,31 @@ def _bert(config: ConfigReader, architecture: str, first: int, ranks: bool) -> E
         positions=positions,
         first_position=first,
         token_types=config.integer("type_vocab_size"),
+        ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
+    )
+
+
+def _sloped(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    """Read Jina 2, which is BERT with ALiBi and gates; only its maker has its class."""
+    if config.text("feed_forward_type", "original") != "geglu":
+        raise config.refuse("feed_forward_type", "geglu")
+    if "qk-post-norm" in str(config.value("auto_map")):
+        raise UnsupportedModelError(
+            f"{config.origin}: auto_map names Jina's second form (qk-post-norm), which norms"
+            " queries and keys as well and is not read; use jinaai/jina-embeddings-v3-hf, or"
+            " Jina 2 in English"
+        )
+    return EncoderSpec(
+        architecture="jina-bert-v2",
+        context_length=config.integer(
+            "model_max_length", config.integer("max_position_embeddings")
+        ),
+        **_common(config, "hidden_act", "layer_norm_eps"),
+        layers=(EncoderLayerSpec(),) * config.integer("num_hidden_layers"),
+        token_types=config.integer("type_vocab_size"),
+        slopes=True,
+        gated=True,
+        up_bias=False,
         ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
     )
 
@@ -309,6 +337,9 @@ _BERT_NAMES = EncoderNames(
     classifier="classifier",
     unused=("cls.", "pooler.", "bert.pooler.", "embeddings.position_ids", "bert.embeddings.pos"),
 )
+_JINA2_NAMES = replace(
+    _BERT_NAMES, up=("mlp.gated_layers",), down="mlp.wo", mlp_norm="mlp.layernorm"
+)
 _ROBERTA_NAMES = EncoderNames(
     prefixes=("", "roberta."),
     tokens=_BERT_NAMES.tokens,
@@ -430,7 +461,7 @@ _NOMIC_UNGATED_NAMES = replace(
 )
 
 ENCODERS: Sequence[EncoderFamily] = (
-    EncoderFamily("bert", _read_bert, _BERT_NAMES),
+    EncoderFamily("bert", _read_bert, _BERT_NAMES, _JINA2_NAMES),
     EncoderFamily("roberta", _read_roberta, _ROBERTA_NAMES),
     EncoderFamily("xlm-roberta", _read_roberta, _ROBERTA_NAMES, _FLASH_NAMES),
     EncoderFamily("camembert", _read_roberta, _ROBERTA_NAMES),

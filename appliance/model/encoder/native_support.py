@@ -19,7 +19,7 @@ def why_unsupported(spec: EncoderSpec) -> str | None:
         )
     if spec.experts is not None:
         return "its layers have experts"
-    if spec.distance_buckets:
+    if spec.distance_buckets or spec.slopes:
         return "its scores have biases by distance"
     if not spec.norms_follow and spec.layers[0].attention_norm:
         return "its first layer norms the embedding twice"

@@ -93,6 +93,8 @@ class EncoderSpec:
         token_types: rows of the table that tells the two texts of a pair apart; 0 without one.
         distance_buckets: rows of a table of what is added to scores, for each head, by how far and
             in which direction a key lies from its query; 0 without one. See `distance_bucket`.
+        slopes: scores of a head fall by its slope with each position between query and key (ALiBi,
+            arXiv 2108.12409), to both sides.
         norms_follow: x = norm(x + f(x)), as in the first Transformer; else x += f(norm(x)), with a
             norm after the last layer.
         gated: down(act(a) * b) for (a, b) = up(x), instead of down(act(up(x))).
@@ -115,6 +117,7 @@ class EncoderSpec:
     first_position: int = 0
     token_types: int = 0
     distance_buckets: int = 0
+    slopes: bool = False
     norms_follow: bool = True
     gated: bool = False
     gate_last: bool = False

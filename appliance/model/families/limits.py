@@ -196,6 +196,7 @@ RANGES: dict[str, Range] = {
     "llama_4_scaling_beta": Range(0.0, 1e6),
     "nextn_predict_layers": Range(0, 1024),
     "num_experts": _EXPERTS,
+    "model_max_length": Range(1, 2**24),
     "moe_every_n_layers": Range(0, 4096),
     "moe_top_k": _EXPERTS,
     "num_local_experts": _EXPERTS,

@@ -22,8 +22,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
         *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert"),
         *("eurobert", "gemma-embedding", "llama-embed"),
     ),
-    "it is an encoder whose scores have biases by distance (ALiBi); use jina-embeddings-v3, or "
-    "another encoder": ("jina-bert-v2",),
+    "it is an encoder whose scores have biases by distance (ALiBi), and its files are not read; "
+    "use the folder of jina-embeddings-v2-base-en, or another encoder": ("jina-bert-v2",),
     "it is an encoder that transformers has no class of; use ModernBERT's or BERT's": ("neo-bert",),
     "it is T5's encoder, whose scores have biases by relative position; use another encoder": (
         "t5encoder",

@@ -9,7 +9,8 @@ import changed_settings
 import numpy as np
 import pytest
 import torch
-from encoder_models import FAMILIES, make, of_one_type, of_transformers, some_texts
+import transformers
+from encoder_models import BERT, FAMILIES, make, of_one_type, of_transformers, some_texts
 from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
 
@@ -276,6 +277,63 @@ def test_gtes_scaling_is_that_of_its_makers_code(
     torch.testing.assert_close(own, of_transformers(oracle, ids), rtol=1e-4, atol=2e-5)
 
 
+class _Gated(torch.nn.Module):
+    """Jina 2's MLP, norm included, in place of BERT's `intermediate`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gated_layers = torch.nn.Linear(width, 2 * 96, bias=False)
+        self.wo = torch.nn.Linear(96, width)
+        self.layernorm = torch.nn.LayerNorm(width, eps=1e-12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.gated_layers(x).chunk(2, -1)
+        found: torch.Tensor = self.layernorm(x + self.wo(torch.nn.functional.gelu(gate) * value))
+        return found
+
+
+class _Passed(torch.nn.Module):
+    def forward(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_jina_2_is_bert_with_slopes_and_gates(heads: int, tmp_path: Path) -> None:
+    """transformers has no class of it: BERT's, with a mask that falls as ALiBi's paper has it.
+
+    Slopes of 4 heads are 1/4, 1/16, 1/64, 1/256; 6 heads have these, and 1/2 and 1/8 of 8 heads'.
+    """
+    hidden = 16 * heads
+    torch.manual_seed(3)
+    settings = {**BERT, "hidden_size": hidden, "num_attention_heads": heads}
+    config = transformers.BertConfig(**settings, attn_implementation="eager")
+    oracle = transformers.BertModel(config, add_pooling_layer=False).eval()
+    for layer in oracle.encoder.layer:
+        layer.intermediate, layer.output = _Gated(hidden), _Passed()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        oracle.embeddings.position_embeddings.weight.zero_()
+    weights = {
+        name.replace("intermediate.", "mlp."): tensor
+        for name, tensor in oracle.state_dict().items()
+        if "position" not in name
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    jinas = {"position_embedding_type": "alibi", "feed_forward_type": "geglu", "model_type": "bert"}
+    named = {"architectures": ["JinaBertForMaskedLM"], "emb_pooler": "mean"}
+    write_json(tmp_path / "config.json", {**settings, **jinas, **named, "hidden_act": "gelu"})
+    assert why_unsupported(open_encoder(tmp_path).spec)
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8][:heads])
+    texts = some_texts(150)
+    for own, ids in zip(states_of(in_torch(tmp_path), of_one_type(texts)), texts, strict=True):
+        place = torch.arange(len(ids)).float()
+        mask = -slopes[:, None, None] * (place[:, None] - place).abs()
+        with torch.inference_mode():
+            wanted = oracle(torch.tensor([ids]), attention_mask=mask[None]).last_hidden_state[0]
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("load", EXECUTORS)
 def test_names_of_jinas_code_are_read(
     load: Callable[[Path], TextEncoder | NativeEncoder], tmp_path: Path
@@ -298,6 +356,16 @@ def test_names_of_jinas_code_are_read(
     with torch.inference_mode():
         wanted = oracle(torch.tensor([ids])).logits[0, 0]
     assert float(found[0]) == pytest.approx(float(wanted), rel=1e-4, abs=1e-4)
+
+
+def test_jinas_second_form_is_refused_with_what_to_take(tmp_path: Path) -> None:
+    make("bert", tmp_path, ranks=False)
+    config = read_json(tmp_path / "config.json")
+    jinas = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    code = {"AutoConfig": "jinaai/jina-bert-v2-qk-post-norm--configuration_bert.JinaBertConfig"}
+    write_json(tmp_path / "config.json", config | jinas | {"auto_map": code})
+    with pytest.raises(ApplianceError, match=r"qk-post-norm.*jina-embeddings-v3-hf"):
+        open_encoder(tmp_path)
 
 
 def test_jinas_adapters_are_refused_with_what_to_take(tmp_path: Path) -> None:
