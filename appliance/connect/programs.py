@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
+from functools import cache
 
 from appliance.connect.recipe import (
     Connection,
@@ -134,6 +136,12 @@ def _llm(to: Connection) -> tuple[SetupStep, ...]:
     )
 
 
+@cache
+def _new_key() -> str:
+    """Return a key for LiteLLM's proxy, which does not start without one."""
+    return f"sk-{secrets.token_hex(16)}"
+
+
 def _litellm(to: Connection) -> tuple[SetupStep, ...]:
     lines = [
         "model_list:",
@@ -142,10 +150,16 @@ def _litellm(to: Connection) -> tuple[SetupStep, ...]:
         f"      model: {as_literal(f'openai/{to.model}')}",
         f"      api_base: {as_literal(to.api)}",
         f"      api_key: {as_literal(to.key_to_send)}",
+        "general_settings:",
+        f"  master_key: {as_literal(_new_key())}",
     ]
     return (
         _file_step("\n".join(lines), "yaml", "litellm.yaml"),
-        SetupStep("Then:", "litellm --config litellm.yaml", "bash"),
+        SetupStep(
+            "Then; the proxy's clients send its master_key:",
+            "litellm --config litellm.yaml",
+            "bash",
+        ),
     )
 
 

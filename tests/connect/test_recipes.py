@@ -129,3 +129,10 @@ def test_limits_are_the_servers() -> None:
     toml = tomllib.loads(RECIPES["codex"].steps(HOSTILE)[0].code)
     assert toml["model_context_window"] == 4096
     assert "limit" not in RECIPES["opencode"].steps(PLAIN)[0].code
+
+
+def test_litellms_proxy_gets_a_key() -> None:
+    """LiteLLM 1.108's proxy ends at once without `general_settings.master_key`."""
+    (settings, *_) = RECIPES["litellm"].steps(PLAIN)
+    key = yaml.safe_load(settings.code)["general_settings"]["master_key"]
+    assert re.fullmatch(r"sk-[0-9a-f]{32}", key), "its keys begin so"
