@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +95,34 @@ async def test_opencode_reads_and_edits_a_file(play: Play, project: Path, home: 
         alone = {"permission": "allow", "autoupdate": False, "share": "disabled"}
         (project / step.file).write_text(json.dumps(json.loads(step.code) | alone))
         said = await run([opencode, "run", "Mend the number"], project, home)
+        assert "It is 42 now." in said
+        await until(running.idle)
+    assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
+
+
+async def test_claude_code_edits_a_file(play: Play, project: Path, home: Path) -> None:
+    edit = "sed -i s/17/42/ number.txt && echo edited: && cat number.txt"
+    rules: Rules = [
+        {"contains": [f"edited:\\n{OUTCOME}"], "says": "It is 42 now."},
+        {"contains": [f"edited:\n{OUTCOME}"], "says": "It is 42 now."},
+        {
+            "contains": ["Mend the number", "Bash"],
+            "says": call("Bash", command=edit, description="Mends the number"),
+        },
+        {"says": "A number"},  # it may ask for a title
+    ]
+    claude = agent("claude")
+    async with play(rules) as running:
+        (step,) = RECIPES["claude-code"].steps(Connection(running.url, "echo"))
+        *words, _ = shlex.split(step.code.replace("\\\n", " "))
+        quiet = {"DISABLE_AUTOUPDATER": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        said = await run(
+            [claude, "-p", "Mend the number", "--allowedTools", "Bash"],
+            project,
+            home,
+            **quiet,
+            **dict(word.split("=", 1) for word in words),
+        )
         assert "It is 42 now." in said
         await until(running.idle)
     assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
