@@ -172,7 +172,7 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
     if method.startswith(MODELOPT) or "quant_algo" in config:
         _check_algorithms(config)
     if method.startswith(MODELOPT):
-        return _algorithm(config) == PER_TOKEN
+        return bool(_algorithm(config) == PER_TOKEN)
     if str(config.get("fmt") or E4M3[0]) not in E4M3:
         raise _unsupported(f"numbers in {config['fmt']!r}")
     block = config.get("weight_block_size")
