@@ -111,17 +111,14 @@ class ConfiguredTokens:
             if token is not None:
                 roles[key] = token
         extra: list[AddedToken] = []
-        for key in ("extra_special_tokens", "additional_special_tokens"):
-            if config.get(key) and extra:
-                continue  # the newer key replaces the older one
-            for name, content in ((CONFIG, config), (SPECIAL_MAP, special_map)):
-                file, values = path / name, content.get(key)
-                if isinstance(values, dict):
-                    roles |= {role: _needed(file, key, value) for role, value in values.items()}
-                elif isinstance(values, list):
-                    extra += [_needed(file, key, value) for value in values]
-                elif values is not None:
-                    raise _wrong(file, key, values)
+        for file, key, values in _extras(path, config, special_map):
+            if isinstance(values, dict):
+                for role, value in values.items():
+                    roles[role] = _needed(file, f"{key}: {role}", value)
+            elif isinstance(values, list):
+                extra += [_needed(file, key, value) for value in values]
+            elif values is not None:
+                raise _wrong(file, key, values)
         if "added_tokens_decoder" in config:
             added = dict(_decoder(path / CONFIG, config["added_tokens_decoder"]))
         else:
@@ -172,6 +169,29 @@ class ConfiguredTokens:
 
 def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
+
+
+def _extras(
+    path: Path, config: Mapping[str, Any], special_map: Mapping[str, Any]
+) -> Iterator[tuple[Path, str, Any]]:
+    """Yield the further special tokens that count, with their file and key.
+
+    The newer key replaces the older one in its own file, and a list in the configuration, even an
+    empty one, the older one of the map.
+    """
+    newer, older = "extra_special_tokens", "additional_special_tokens"
+    key = newer if config.get(newer) or older not in config else older
+    given = config.get(key)
+    if not isinstance(special_map.get(newer), dict) or isinstance(given, dict):
+        yield path / CONFIG, key, given
+    if newer in special_map:
+        yield path / SPECIAL_MAP, newer, special_map[newer]
+    is_list_known = any(
+        one in each and not isinstance(each[one], dict)
+        for each, one in ((config, newer), (config, older), (special_map, newer))
+    )
+    if not is_list_known:
+        yield path / SPECIAL_MAP, older, special_map.get(older)
 
 
 def _decoder(file: Path, value: Any) -> Iterator[tuple[int, AddedToken]]:

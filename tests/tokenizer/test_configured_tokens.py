@@ -186,6 +186,21 @@ CASES: dict[str, Case] = {
         {"extra_special_tokens": ["<|y|>"]},
         {"special_tokens_map.json": {"extra_special_tokens": [unsaid(END, lstrip=True), MARK]}},
     ),
+    "special map beside an empty list": (
+        byte_level(),
+        {"extra_special_tokens": []},
+        {"special_tokens_map.json": {"eos_token": END, "additional_special_tokens": [MARK]}},
+    ),
+    "special map beside another list": (
+        byte_level(),
+        {"additional_special_tokens": ["<|y|>"]},
+        {"special_tokens_map.json": {"eos_token": END, "additional_special_tokens": [MARK]}},
+    ),
+    "special map beside named roles": (
+        byte_level(),
+        {"extra_special_tokens": {"image_token": "<|y|>"}},
+        {"special_tokens_map.json": {"eos_token": END, "additional_special_tokens": [MARK]}},
+    ),
     "special map with extra roles": (
         byte_level(),
         {},
