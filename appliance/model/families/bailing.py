@@ -190,6 +190,13 @@ BAILING_MOE = Family(
     ),
     defaults=ClassDefaults(
         values={
+            "vocab_size": 30592,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 16384,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
             "hidden_act": "silu",
             "use_qkv_bias": False,
             "use_bias": True,
