@@ -124,7 +124,10 @@ OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
         ),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"moe_intermediate_size": 48}, r"experts\.0\.gate_proj.weight has shape \(40, 60\)"),
-        ({"mlp_only_layers": [7]}, r"mlp_only_layers is \[7\], but must list layers from 0 to 2"),
+        (
+            {"mlp_only_layers": [7]},
+            r"mlp_only_layers is \[7\], but must be a list of layers from 0 to 2, with",
+        ),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
         # Nothing to the class; but other code comes with the checkpoint.
         (OWN_CODE | {"n_group": 4}, "n_group = 4 is not supported"),

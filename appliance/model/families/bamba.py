@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import CheckpointError
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
     GGUF_NAMES,
@@ -35,14 +34,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
         output_bias=bias,
     )
     mamba2, layers = read_mamba2(config), config.integer("num_hidden_layers")
-    attends = config.value("attn_layer_indices", [])
-    if not isinstance(attends, list) or any(
-        type(index) is not int or not 0 <= index < layers for index in attends
-    ):
-        raise CheckpointError(
-            f"{config.origin}: attn_layer_indices is {str(attends)[:80]}, but must list layers "
-            f"from 0 to {layers - 1}; take the config.json of its makers"
-        )
+    attends = config.layers("attn_layer_indices", layers)
     return read_decoder(
         config,
         "bamba",

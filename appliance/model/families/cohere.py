@@ -63,7 +63,7 @@ def _head_dim_2(config: ConfigReader) -> int:
     config.value("head_dim")
     hidden = config.integer("hidden_size")
     if not (head_dim := hidden // config.integer("num_attention_heads")):
-        raise config.refuse("num_attention_heads", f"at most the width, which is {hidden}")
+        raise config.refuse("num_attention_heads", f"at most hidden_size, which is {hidden}")
     return head_dim
 
 

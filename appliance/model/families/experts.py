@@ -161,12 +161,5 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
     """
     num_layers = config.integer("num_hidden_layers")
     step = config.integer("decoder_sparse_step")
-    dense = config.value("mlp_only_layers", [])
-    if not isinstance(dense, list) or any(
-        type(layer) is not int or not 0 <= layer < num_layers for layer in dense
-    ):
-        raise CheckpointError(
-            f"{config.origin}: mlp_only_layers is {str(dense)[:80]}, but must list layers from 0 "
-            f"to {num_layers - 1}; take the config.json of its makers"
-        )
+    dense = config.layers("mlp_only_layers", num_layers)
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]

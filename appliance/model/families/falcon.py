@@ -22,7 +22,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     bias, is_new = config.flag("bias"), config.flag("new_decoder_architecture")
     if not (head_dim := hidden // heads):
-        raise config.refuse("num_attention_heads", f"at most the width, which is {hidden}")
+        raise config.refuse("num_attention_heads", f"at most hidden_size, which is {hidden}")
     attention = read_attention(
         config,
         read_rope(config, head_dim),

@@ -164,6 +164,16 @@ class ConfigReader:
             raise self._wrong(key, value, f"a list of {length} numbers {in_words(usual)}")
         return tuple(float(item) for item in value)
 
+    def layers(self, key: str, count: int) -> list[int]:
+        """Read a list of some of the `count` layers; absent means none."""
+        value = self.value(key, [])
+        if not isinstance(value, list) or any(
+            type(layer) is not int or not 0 <= layer < count for layer in value
+        ):
+            of = f"num_hidden_layers = {count}"
+            raise self._wrong(key, value, f"a list of layers from 0 to {count - 1}, with {of}")
+        return value
+
     def integers(self, key: str, length: int) -> tuple[int, ...]:
         """Read a list of whole numbers, each 0 or in the range of `key`."""
         value, usual = self.value(key), RANGES[key]
