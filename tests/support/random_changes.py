@@ -24,9 +24,17 @@ ODD: tuple[Any, ...] = (
 )
 # Said of the file, or read elsewhere: what they are does not reach the arithmetic.
 _OF_THE_FILE = frozenset({"dtype", "torch_dtype", "transformers_version", "return_dict"})
-# Of latent attention, whose heads have widths of their own: makers' code passes over head_dim, and
-# transformers fails where it is not qk_rope_head_dim.
-_OF_LATENTS = "head_dim"
+# Of latent attention, whose heads have widths and a number of their own: makers' code passes over
+# these, and transformers fails where they are not those of the queries.
+_OF_LATENTS = frozenset({"head_dim", "num_key_value_heads"})
+# Of parts that are left out: heads for multi-token prediction, and choices of positions.
+_OF_PARTS = frozenset({"mtp_hybrid_override_pattern", "index_head_dim", "index_n_heads"})
+# Older names, in whose place transformers checks the type of a setting of training.
+_OLDER = frozenset({"mamba_dt_init_floor", "mamba_dt_max", "mamba_dt_min", "mamba_expand"})
+# What a class computes from others after it has checked its type.
+_COMPUTED = frozenset({("cohere2", "head_dim")})
+# Here their truth counts, as in older versions of the class; transformers 5 wants true or false.
+_TRUTHS = frozenset({"attn_temperature_tuning"})
 # What a refusal may name in place of a setting.
 _NAMES = OPPOSED | {"architectures": ["architecture"], "model_type": ["describes a"]}
 
@@ -114,17 +122,37 @@ class Judge:
             value, old = changed.get(key), usual.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
                 found[key] = self._meant(value, old)
-            elif (value, type(value)) != (old, type(old)) and self._does_not_count(key):
+            elif value is None and key not in usual:
+                found.pop(key, None)  # as absent, also where transformers wants a number
+            elif key in _TRUTHS:
+                found[key] = bool(value)
+            elif (value, type(value)) == (old, type(old)):
+                continue
+            elif self._never_counts(key):
                 found.pop(key, None)
                 found |= {key: old} if key in usual else {}
-            elif type(value) in (int, float):
-                form = type(self._known.get(key) if old is None else old)
-                found[key] = form(value) if form in (int, float) and form(value) == value else value
+            elif (value, type(value)) != (meant := self._in_type(key, value, old), type(meant)):
+                found[key] = meant
+            elif self._is_unread(key):
+                found.pop(key, None)
+                found |= {key: old} if key in usual else {}
         return found
 
-    def _does_not_count(self, key: str) -> bool:
-        is_of_latents = key == _OF_LATENTS and "kv_lora_rank" in self._config
-        return key in HARMLESS | _OF_THE_FILE or is_of_latents or self._is_unread(key)
+    def _in_type(self, key: str, value: Any, old: Any) -> Any:
+        """Return a number in its setting's type, if that holds it."""
+        form = type(self._known.get(key) if old is None else old)
+        if type(value) not in (int, float) or form not in (bool, int, float):
+            return value
+        try:
+            return form(value) if form(value) == value else value
+        except (OverflowError, ValueError):
+            return value
+
+    def _never_counts(self, key: str) -> bool:
+        if key in HARMLESS | _OF_THE_FILE | _OF_PARTS | _OLDER:
+            return True
+        is_of_latents = key in _OF_LATENTS and "kv_lora_rank" in self._config
+        return is_of_latents or (self._config["model_type"], key) in _COMPUTED
 
     def _is_unread(self, key: str) -> bool:
         """Return True if no other value of the right type changes anything in transformers."""
