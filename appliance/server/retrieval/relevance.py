@@ -196,7 +196,9 @@ def _prompt(
             f"{recipe.source} makes a reranker of this model, but it has no chat template that "
             "says how a query and a document are put together; use the whole checkpoint"
         )
-    return tokenizer.encode_chat(_turns(query, document, instruction))
+    # A head judges what was said, as in sentence-transformers and vLLM; a label is an answer.
+    turns = _turns(query, document, instruction)
+    return tokenizer.encode_chat(turns, add_generation_prompt=not recipe.by_head)
 
 
 def _probability(logits: array[float]) -> float:

@@ -148,7 +148,7 @@ QWEN_CARD = (
             True,
             "question:{query} \n \n passage:{document}",
         ),
-        ({"model_type": "qwen2"}, "", ROLES, False, "query {query} document {document} yes or no"),
+        ({"model_type": "qwen2"}, "", ROLES, False, "query {query} document {document}"),
         ({"model_type": "gemma"}, "", "{{ messages[0].content }}", True, None),
         ({"model_type": "mistral"}, "", None, True, None),
     ],
