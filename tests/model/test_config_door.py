@@ -290,7 +290,7 @@ def test_heads_of_a_width_without_elements_for_each_are_refused() -> None:
         message = refusal(changes | {"num_attention_heads": 64, "num_kv_heads": 64}, "falcon")
         assert message.startswith(ORIGIN)
         assert (
-            "num_attention_heads = 64 is not supported; supported is at most the width" in message
+            "num_attention_heads = 64 is not supported; supported is at most hidden_size" in message
         )
 
 
