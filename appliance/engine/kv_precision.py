@@ -52,6 +52,8 @@ def choose_kv(
     """
     notes: list[str] = []
     word = config.kv_cache_dtype
+    if source.spec.own_cache is not None:
+        return _of_own_caches(config, source, device, dtype, native=native), ()
     if word == "k8v4" and device.type == "cuda":
         raise ConfigError(
             "--kv-cache-dtype k8v4 cannot be had on a GPU, which has no kernel for it; "
@@ -94,6 +96,26 @@ def choose_kv(
         kv_layers=tuple(layers),
     )
     return precision, tuple(notes)
+
+
+def _of_own_caches(
+    config: EngineConfig,
+    source: ModelSource,
+    device: torch.device | Processor,
+    dtype: Any,
+    *,
+    native: bool,
+) -> Precision:
+    """Name the elements of caches of transformers' classes: those of activations."""
+    held = KVFormat.FP32 if native else _FORMAT_OF_DTYPE[dtype_name(dtype)]
+    if config.kv_cache_dtype not in ("auto", held.value):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} cannot be had with"
+            f" {source.spec.architecture}, whose sequences have caches of its own class, in"
+            f" {held.value}; leave it out"
+        )
+    size = PAGE_TOKENS if device.type == "cuda" else 16
+    return Precision(device, dtype, held, config.block_size or size)
 
 
 def in_words(precision: Precision) -> str:

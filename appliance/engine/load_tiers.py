@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
     from appliance.engine.rates import Rates
     from appliance.engine.run.block_moves import BlockMoves
-    from appliance.engine.run.state_rows import StateRows
+    from appliance.engine.run.state_rows import OwnCacheRows, StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def load_tiers(
     config: EngineConfig,
     blocks: BlockManager,
     moves: BlockMoves,
-    states: StateRows | None,
+    states: StateRows | OwnCacheRows | None,
     rates: Rates,
     info: EngineInfo,
     precision: Precision,

@@ -35,7 +35,7 @@ from appliance.engine.run.hidden_rows import HiddenRows
 from appliance.engine.run.host_device import HostDevice, NativeDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.served_source import open_served
+from appliance.engine.served_source import open_served, settings_for
 from appliance.model.native import NativeDecoder
 from appliance.runtime import release_unused, resident_bytes
 
@@ -90,6 +90,7 @@ def load_parts(
     stages = [("imports", time.monotonic())]
     on_progress("reading the model", 0, 0)
     source = source or open_served(config)
+    config = settings_for(config, source)
     opened = _open(config, source, device)
     request, plan = _plan(config, opened, admission or Admission())
     opened = _with_host(config, opened, plan)
@@ -118,7 +119,7 @@ def load_parts(
     if isinstance(opened.draft, HeadDraft):
         assert isinstance(executor, NativeDecoder)
         kept = HiddenRows(executor, opened.draft.head.reads)
-    if opened.device.is_asynchronous:
+    if _is_measured(opened):
         plan, graph_bytes = plan_measured(parts, request, on_progress)
     runner, moves, states = make_runner(
         *(parts, plan, graph_bytes, eos_token_ids, rates, matchers),
@@ -141,8 +142,9 @@ def load_parts(
     )
     stages.append(("KV cache", time.monotonic()))
     own_notes = notes_on(source, opened.device, plan, request, is_enqueued=executor.is_enqueued)
-    of_ranks = executor.notes() if isinstance(executor, RankedDecoder) else ()
-    notes = (*opened.notes, *of_ranks, *own_notes, *tier_notes)
+    has_notes = isinstance(executor, RankedDecoder) or source.spec.own_cache is not None
+    of_executor = cast("Any", executor).notes() if has_notes else ()
+    notes = (*opened.notes, *of_executor, *own_notes, *tier_notes)
     info = msgspec.structs.replace(info, notes=notes, stages=tuple(stages))
     scheduler = Scheduler(
         blocks,
@@ -206,7 +208,7 @@ def _device_of(execution: Execution, threads: int) -> Device:
 def _plan(
     config: EngineConfig, opened: _Opened, admission: Admission
 ) -> tuple[MemoryRequest, MemoryPlan]:
-    measured = opened.device.is_asynchronous
+    measured = _is_measured(opened)
     chosen = (opened.source, opened.precision, opened.execution, opened.num_open, opened.draft)
     request = admission.plan(partial(memory_of, config, *chosen), measured=measured)
     if not measured:
@@ -214,6 +216,11 @@ def _plan(
     request = settled_by_estimate(request)
     # If the workspace is measured later, refuse only a model that cannot fit.
     return request, plan_memory(replace(request, workspace_bytes=0))
+
+
+def _is_measured(opened: _Opened) -> bool:
+    """Return True if steps are run to see what they take; caches of classes are measured before."""
+    return opened.device.is_asynchronous and opened.source.spec.own_cache is None
 
 
 def _with_host(config: EngineConfig, opened: _Opened, plan: MemoryPlan) -> _Opened:
@@ -267,6 +274,7 @@ def _block_manager(
         namespace=in_words(opened.precision),
         num_open=opened.num_open,
         states=states if memory.row_bytes else None,
+        holds_copies=opened.source.spec.own_cache is not None,
     )
 
 

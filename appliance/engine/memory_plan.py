@@ -138,7 +138,7 @@ def _divide(request: MemoryRequest) -> MemoryPlan:
     for_kv -= states.num_bytes - needed_states(request).num_bytes
     if request.kv_cache_memory is not None:
         num_blocks = request.kv_cache_memory // block_bytes
-    elif request.fill:
+    elif request.fill and request.spec.own_cache is None:
         num_blocks = max(for_kv // block_bytes, 0)
     else:
         num_blocks = max(min(for_kv // block_bytes, DEFAULT_CONTEXTS * least), 0)

@@ -18,6 +18,7 @@ from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.expert_placement.choice import expert_choice
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryRequest
+from appliance.engine.served_source import settings_for
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cuda_driver import has_driver
@@ -49,6 +50,7 @@ def request_memory(
         ConfigError: the device does not support a setting.
     """
     execution: Execution
+    config = settings_for(config, source)
     if gpu_bytes is None:
         precision, _ = choose_precision(config, source)
         execution, _ = choose_execution(config, precision, source, config.threads or 1)

@@ -107,9 +107,11 @@ class StateMoves:
         saves: rows to copy out of the cache, together with the plan's blocks.
         copies: states that sequences continue from, in order.
         checkpoints: copies after all rows of the step.
+        ended: rows of sequences that ended, which no copy fills, to forget after the copies.
     """
 
     saves: tuple[int, ...] = ()
     loads: tuple[StateLoad, ...] = ()
     copies: tuple[StateCopy, ...] = ()
     checkpoints: tuple[StateCopy, ...] = ()
+    ended: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ import logging
 import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
@@ -18,7 +18,7 @@ from appliance.engine.run.largest_step import fixed_bytes, largest_step
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
-from appliance.engine.run.state_rows import StateRows
+from appliance.engine.run.state_rows import OwnCacheRows, StateRows
 from appliance.errors import ConfigError, MemoryPlanError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Cache, Executor
+    from appliance.model.fallback.own_cache import OwnCaches
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def make_runner(
     matchers: Matchers,
     adapters: AdapterSlots | None = None,
     kept: HiddenRows | None = None,
-) -> tuple[ModelRunner[Any], BlockMoves, StateRows | None]:
+) -> tuple[ModelRunner[Any], BlockMoves, StateRows | OwnCacheRows | None]:
     """Allocate the cache; build the runner and the movers of blocks and states."""
     num_open, memory = parts.num_open, plan.states
     num_states = memory.num_slots + memory.num_checkpoints
@@ -175,7 +176,11 @@ def make_runner(
         num_open=num_open + 1 if num_open and parts.with_graphs else num_open,
         num_states=num_states + 1 if num_states and parts.with_graphs else num_states,
     )
-    states = _state_rows(cache, parts.device, rates) if num_states else None
+    states: StateRows | OwnCacheRows | None = None
+    if parts.executor.spec.own_cache is not None:
+        states = OwnCacheRows(cast("OwnCaches", cache), memory.row_bytes)
+    elif num_states:
+        states = _state_rows(cache, parts.device, rates)
     moves: BlockMoves = HostMoves(cache, rates)
     if parts.execution.uses_triton and not isinstance(cache, RankedCache):
         moves = _device_moves(cache, parts.device, rates)

@@ -35,6 +35,8 @@ def workspace_bytes(request: MemoryRequest) -> int:
     beside = request.open_bytes + request.host_experts.stream_bytes
     hidden = 2 * spec.hidden_size * request.activation_bytes
     logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
+    if spec.own_cache is not None:
+        beside += spec.own_cache.most_taken(request.max_model_len or spec.context_length)
     return rows * (widest * request.activation_bytes + hidden) + logits + beside
 
 

@@ -130,4 +130,47 @@ class Mamba2Spec:
         return ((self.taps - 1, self.channels), maps)
 
 
+# Memory that one pass of a class with caches of its own may take, if a single row does not more.
+PASS_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCacheSpec:
+    """Caches of a class of transformers' own, one for each sequence, measured without weights.
+
+    Attributes:
+        fixed_bytes: of a sequence's cache, whatever its length.
+        token_bytes: that each token adds at most.
+        pass_bytes: that a pass takes: always, for each row, for each token before it, and for each
+            pair of them.
+        reason: why the engine's own cache cannot take its place.
+        has_limit: the settings name the longest context.
+    """
+
+    fixed_bytes: int
+    token_bytes: int
+    pass_bytes: tuple[float, float, float, float]
+    reason: str
+    has_limit: bool = True
+
+    def taken(self, rows: int, context: int) -> int:
+        """Return the bytes that a pass of `rows` takes beside weights and cache, at its peak.
+
+        Args:
+            context: tokens of the sequence, these rows included.
+        """
+        always, row, token, pair = self.pass_bytes
+        return int(always + row * rows + token * context + pair * rows * context)
+
+    def rows_at(self, context: int) -> int:
+        """Return the rows of a sequence that one pass may hold: at least one."""
+        base = self.taken(0, context)
+        each = max(self.taken(1, context) - base, 1)
+        return max(1, (PASS_BYTES - base) // each)
+
+    def most_taken(self, context: int) -> int:
+        """Return the bytes that no pass up to a context exceeds."""
+        return max(PASS_BYTES, self.taken(1, context))
+
+
 RecurrentSpec: TypeAlias = ShortConvSpec | GatedDeltaSpec | Mamba2Spec

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from appliance.model.recurrent_spec import RecurrentSpec
+from appliance.model.recurrent_spec import OwnCacheSpec, RecurrentSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -313,6 +313,8 @@ class DecoderSpec:
         head_norm: what of the stored head is divided by its length.
         head_bias: the checkpoint has a bias of the logits, before `logit_scale`.
         score: judges texts, of a decoder that only reads.
+        own_cache: of a class of transformers whose layers are not described, so that each sequence
+            has a cache of that class instead of the engine's blocks and states.
     """
 
     architecture: str
@@ -333,6 +335,7 @@ class DecoderSpec:
     head_norm: HeadNorm | None = None
     head_bias: bool = False
     score: ScoreSpec | None = None
+    own_cache: OwnCacheSpec | None = None
 
     @property
     def num_embedded(self) -> int:
@@ -426,6 +429,8 @@ class DecoderSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of a sequence's state in all layers; 0 without recurrent layers."""
+        if self.own_cache is not None:
+            return self.own_cache.fixed_bytes
         mixers = self.recurrent_layers.values()
         return sum(_state_bytes(shape) for mixer in mixers for shape in mixer.state)
 

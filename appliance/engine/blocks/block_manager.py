@@ -49,6 +49,8 @@ class BlockManager:
         namespace: other facts that determine a block's bytes, such as weights and KV format.
         num_open: open blocks, see `open_blocks.num_open_blocks`; 0 without sealed blocks.
         states: the rows of recurrent state; None without recurrent layers.
+        holds_copies: blocks only count what sequences hold elsewhere, each a copy of its own, so
+            none stays shared after a fork.
 
     Attributes:
         metadata: the state of each block.
@@ -64,6 +66,7 @@ class BlockManager:
         namespace: str = "",
         num_open: int = 0,
         states: StateSlots | None = None,
+        holds_copies: bool = False,
     ) -> None:
         assert min(num_blocks, block_size) > 0
         self.num_blocks = num_blocks
@@ -73,6 +76,8 @@ class BlockManager:
         self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self.pool = BlockPool(num_blocks, block_size, self.metadata, self.index, num_open)
         self.states = states
+        self._holds_copies = holds_copies
+        self._forked: set[Sequence] = set()  # those whose blocks another may hold, of such
         if states is not None:
             self.pool.on_lost = states.checkpoints.evict
         self._open = self.pool.open
@@ -184,6 +189,8 @@ class BlockManager:
             index = num_tokens // self.block_size
             if parent.block_table[index] not in self._open:
                 num_tokens = index * self.block_size
+        if self._holds_copies:
+            self._forked |= {parent, child}
         self._share(child, parent.block_table[: self.blocks_for(num_tokens)])
         child.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
         child.num_computed = num_tokens
@@ -205,15 +212,19 @@ class BlockManager:
         table, size = sequence.block_table, self.block_size
         first = sequence.num_computed // size
         num_blocks = -(-(sequence.num_computed + num_new_tokens) // size)
+        if is_forked := sequence in self._forked:
+            first = 0
         if first + 1 == num_blocks <= len(table) and self.pool.is_own(table[first]):
             return ()  # the usual case: most answers in most steps
         present = range(first, min(num_blocks, len(table)))
         kept = [index for index in present if not self.pool.is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
-        if not (kept or num_appended):
-            return ()
         if len(kept) + num_appended > self.num_free_blocks:
             return None
+        if is_forked:
+            self._forked.remove(sequence)
+        if not (kept or num_appended):
+            return ()
         # Take all destinations before releasing a source, so none becomes the other.
         take, slot = self.pool.take, sequence.slot
         copies = tuple(self._copy(table[index], take(slot)) for index in kept)
@@ -221,6 +232,8 @@ class BlockManager:
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
             self.pool.copy_from(copy.source, slot)
+            if index < sequence.num_computed // size:
+                self.pool.fill(copy.destination, size)  # nothing else will
         return copies
 
     def settle(self) -> None:
@@ -278,6 +291,7 @@ class BlockManager:
         keeps_last = self._prefix_caching and num_last >= self.index.min_partial
         if self.states is not None:
             self.states.free(sequence)
+            self._forked.discard(sequence)
             keeps_last = False
         # Tail before head, so that eviction shortens a chain instead of cutting it.
         for index in reversed(range(len(table))):

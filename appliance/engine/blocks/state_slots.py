@@ -68,6 +68,7 @@ class StateSlots:
         self._before: dict[Sequence, tuple[int, bool]] = {}
         # Each answer's last checkpoint; the next one replaces it unless others use it.
         self._tails: dict[Sequence, bytes] = {}
+        self._ended: set[int] = set()  # rows of sequences that ended since the last plan
 
     @property
     def num_rows(self) -> int:
@@ -173,6 +174,16 @@ class StateSlots:
                 self._before[sequence] = row, True
         return tuple(copies), tuple(saved)
 
+    def take_ended(self, copies: Iterable[StateCopy]) -> tuple[int, ...]:
+        """Return the rows that ended sequences left since the last plan, without filled ones.
+
+        Args:
+            copies: of the plan being made, before its rows.
+        """
+        ended = self._ended - {copy.destination for copy in copies}
+        self._ended = set()
+        return tuple(sorted(ended))
+
     def _is_planned(self, restore: _Restore) -> bool:
         return any(restore in restores for restores in self._in_plans)
 
@@ -215,6 +226,7 @@ class StateSlots:
 
     def free(self, sequence: Sequence) -> None:
         """Take the state from a sequence; its checkpoints stay."""
+        self._ended.add(self.row(sequence))
         restore = self._restores.get(sequence)
         if restore is not None:
             self._end(restore)

@@ -42,6 +42,15 @@ FALLBACK_NOTE = (
     "transformers' modules execute {}, of which no family here is: slower than a native family, "
     "without adapters, draft models and --ranks"
 )
+# As `FALLBACK_NOTE`, of classes that mix positions in a way of their own.
+OWN_CACHES_NOTE = (
+    "transformers' modules execute {}, each sequence with a cache of its own class, one sequence"
+    " after the other: many at once are no faster than one, and there are no prefix cache, drafts,"
+    " adapters, quantized KV or --ranks. The engine's own cache cannot be had: {}"
+)
+_NO_LIMIT_NOTE = (
+    "config.json names no longest context: {:,} tokens are allowed; --max-model-len allows less"
+)
 
 
 def choose_execution(
@@ -94,7 +103,12 @@ def choose_fallback(
             f"{source.fallback.name} is executed by transformers' modules, to which no adapter is "
             "added; leave out --lora and --lora-dir, or merge the adapter into the model"
         )
+    own = source.spec.own_cache
     notes = [FALLBACK_NOTE.format(source.fallback.name)]
+    if own is not None:
+        notes = [OWN_CACHES_NOTE.format(source.fallback.name, own.reason)]
+        if not own.has_limit:
+            notes.append(_NO_LIMIT_NOTE.format(source.spec.context_length))
     inner: NativeExecution | TorchExecution
     reason = why_no_library(config, source)
     if precision.device.type == "cpu" and config.kernels == "auto" and reason is None:

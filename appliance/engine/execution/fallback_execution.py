@@ -69,7 +69,9 @@ class FallbackExecution:
         return self.inner.weight_bytes(source) + wider * sum(counts)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
-        return self.inner.kv_bytes_per_token(spec)
+        """Return what a token adds to a sequence's own cache, where it has one."""
+        own = spec.own_cache
+        return self.inner.kv_bytes_per_token(spec) if own is None else own.token_bytes
 
     def open_block_bytes(self, spec: DecoderSpec) -> int:
         return self.inner.open_block_bytes(spec)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampled_rows import SampledRows
     from appliance.engine.run.sampler import Sampler
-    from appliance.engine.run.state_rows import StateRows
+    from appliance.engine.run.state_rows import OwnCacheRows, StateRows
     from appliance.engine.sequence import Sequence
     from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
@@ -79,7 +79,7 @@ class ModelRunner(Generic[AnyCache]):
         *,
         spare: Spare | None = None,
         is_sealed: bool = False,
-        states: StateRows | None = None,
+        states: StateRows | OwnCacheRows | None = None,
         adapters: AdapterSlots | None = None,
         kept: HiddenRows | None = None,
         graph_bytes: int = 0,
@@ -147,6 +147,7 @@ class ModelRunner(Generic[AnyCache]):
                 saved += self._states.save(plan.states.saves)
                 self._states.load(plan.states.loads, saved)
                 self._states.copy(plan.states.copies)
+                self._states.forget(plan.states.ended)
             rows, read = self._enqueue(plan)
             if self._states is not None and plan.states is not None:
                 self._states.copy(plan.states.checkpoints)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from appliance.engine.moves import StateCopy, StateLoad
     from appliance.engine.rates import Rates
     from appliance.engine.run.device import Copy, Device
+    from appliance.model.fallback.own_cache import OwnCaches
 
 
 class StateRows:
@@ -43,6 +44,9 @@ class StateRows:
         for source, destination in copies:
             self._rows[destination].copy_(self._rows[source])
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """Do nothing for rows that sequences left: their memory is there for the next ones."""
+
     def save(self, rows: Sequence[int]) -> tuple[SavedBlock, ...]:
         """Copy rows to host memory; on an asynchronous device later work waits for it."""
         return tuple(map(self._save, rows))
@@ -66,6 +70,42 @@ class StateRows:
         copy = self._device.fetch_aside(self._rows[row : row + 1], [place])
         self._device.follow(copy)  # a step may write to the row
         return SavedBlock(view, _Arrived(copy))
+
+
+class OwnCacheRows:
+    """Caches of transformers' classes in the place of rows: moves run in call order.
+
+    Args:
+        cache: whose slots hold them.
+        state_bytes: of a cache without tokens.
+    """
+
+    def __init__(self, cache: OwnCaches, state_bytes: int) -> None:
+        self.state_bytes = state_bytes
+        self._cache = cache
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Bytes of each part of a saved row."""
+        return (self.state_bytes,)
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        for source, destination in copies:
+            self._cache.copy_state(source, destination)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Drop what sequences held that have ended."""
+        for row in rows:
+            self._cache.drop_state(row)
+
+    def save(self, rows: Sequence[int]) -> tuple[SavedBlock, ...]:
+        """Save nothing: no tier keeps them."""
+        assert not rows, "caches of transformers' classes are not kept"
+        return ()
+
+    def load(self, loads: Sequence[StateLoad], saved: Sequence[SavedBlock]) -> None:
+        """Load nothing: no tier has kept any."""
+        assert not loads, "caches of transformers' classes are not kept"
 
 
 class _Arrived:

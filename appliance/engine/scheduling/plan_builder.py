@@ -97,5 +97,8 @@ class PlanBuilder:
             loads=moves.loads,
             states=None
             if states is None
-            else StateMoves(moves.state_saves, moves.state_loads, copies, checkpoints),
+            else StateMoves(
+                *(moves.state_saves, moves.state_loads, copies, checkpoints),
+                ended=states.take_ended(copies),
+            ),
         )

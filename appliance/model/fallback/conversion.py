@@ -94,7 +94,9 @@ def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, Stored]:
                 group[1].setdefault(pattern, []).append(name)
                 break
         else:
-            found[_completed(place, own, base)] = name
+            completed = _completed(place, own, base)
+            # A rule may be meant for another part of the name, which the model has already.
+            found[name if completed not in own and name in own else completed] = name
     for place, (converter, sources) in groups.items():
         found |= _made(place, converter, sources, model)
     return found

@@ -21,6 +21,7 @@ from appliance.model.fallback.experts import (
 )
 from appliance.model.fallback.experts import register as register_experts
 from appliance.model.fallback.matrices import StoredMatrices
+from appliance.model.fallback.measure import measured
 from appliance.model.fallback.probe import ProbeResult, probe
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
@@ -42,6 +43,13 @@ _NOT_FOR_TRANSFORMERS = {
     *("quantization_config", "auto_map", "attn_implementation", "experts_implementation"),
 }
 _FLOAT = "__float__"
+# Of a class that runs by caches of its own: what names the longest context, and the context where
+# nothing does, as a state has no longest one.
+_CONTEXTS = (
+    *("max_position_embeddings", "model_max_length", "max_seq_len", "context_length"),
+    *("seq_length", "max_sequence_length", "n_positions", "n_ctx"),
+)
+_UNNAMED_CONTEXT = 32768
 _OWN_ROPES = {"dynamic", "longrope"}  # whose angles depend on the longest sequence of a step
 
 
@@ -62,6 +70,8 @@ class FallbackModel:
         ignored: patterns of tensors in checkpoints that it does not read.
         is_whole: the class has other parts as well, which are left out.
         is_one_by_one: those are presented as matrices of their own, outputs first.
+        inside: modules and their attributes that hold a part of what a sequence has behind it, of a
+            class with caches of its own.
     """
 
     name: str
@@ -76,10 +86,12 @@ class FallbackModel:
     ignored: tuple[str, ...]
     is_whole: bool = False
     is_one_by_one: bool = False
+    inside: tuple[tuple[str, str], ...] = ()
 
     def build(self) -> Any:
         """Build its modules without memory, on the device `meta`."""
-        return build_empty(self.name, self.config, is_whole=self.is_whole)
+        attention = SERVING if self.attention else None
+        return build_empty(self.name, self.config, attention, is_whole=self.is_whole)
 
     def is_ignored(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)
@@ -170,41 +182,130 @@ def _described_as(
     is_whole: bool = False,
 ) -> tuple[FallbackModel, DecoderSpec]:
     settings = _config_of(config, origin)
-    try:
-        model = build_empty(name, settings, is_whole=is_whole)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # transformers raises what it likes for settings that are wrong
-        raise UnsupportedModelError(
-            f"transformers cannot build {name} by the settings of {origin}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    text = settings.get_text_config()
-    _check_ropes(config.get("text_config", config) if is_whole else config, model)
-    _check_layer_types(getattr(text, "layer_types", None))
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError("it has recurrent layers")
-    probed = probe(model, body_of(model, is_whole=is_whole))
+    if hasattr(settings, "rescale_every"):
+        settings.rescale_every = 0  # RWKV's guard of 16 bits, which halves its weights as it runs
+    model = build_empty(name, settings, SERVING, is_whole=is_whole)
+    text = config.get("text_config", config) if is_whole else config
+    _check_ropes(text, model)
     names = names_of_text(model, stored) if is_part else {name: name for name in stored}
     found = renamed(names_in_model(model, names), names)
     if is_whole:
         found = _of_body(found, model)
-    fallback, spec = _described(name, settings, model, probed, found)
+    described = _Described(name, settings, model, found, body_of(model, is_whole=is_whole))
+    try:
+        fallback, spec = _on_pages(described, text)
+    except UnsupportedModelError as error:
+        fallback, spec = _with_own_caches(described, error, is_whole=is_whole)
     check_spec(spec, origin)
     return replace(fallback, is_whole=is_whole), spec
 
 
-def build_empty(name: str, config: Any, *, is_whole: bool = False) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A class of transformers' without weights, and what the checkpoint has for it."""
+
+    name: str
+    config: Any
+    model: Any
+    stored: dict[str, Stored]
+    body: Any
+
+
+def _on_pages(described: _Described, text: Mapping[str, Any]) -> tuple[FallbackModel, DecoderSpec]:
+    """Describe a model whose layers ask the engine's attention, over its cache.
+
+    Raises:
+        UnsupportedModelError: they do otherwise.
+    """
+    if text.get("alibi"):
+        raise UnsupportedModelError("its positions are biases of attention (alibi)")
+    for kinds in (text, described.config.get_text_config().to_dict()):
+        _check_layer_types(kinds.get("layer_types"))
+    if getattr(described.model, "_is_stateful", False):
+        raise UnsupportedModelError("it has recurrent layers")
+    return _described(described, probe(described.model, described.body))
+
+
+def _with_own_caches(
+    described: _Described, why: UnsupportedModelError, *, is_whole: bool
+) -> tuple[FallbackModel, DecoderSpec]:
+    """Describe a model each of whose sequences has a cache of the class's own.
+
+    Args:
+        why: it does not run over the engine's cache.
+
+    Raises:
+        UnsupportedModelError: it does not run so either.
+    """
+    name, config = described.name, described.config
+    text = config.get_text_config()
+    try:
+        model = build_empty(name, config, None, is_whole=is_whole)
+        context, has_limit = _own_context(text)
+        body = body_of(model, is_whole=is_whole)
+        way = measured(model, body, context, str(why), has_limit=has_limit)
+        layers = _layers_of(body)
+        if layers is None:
+            raise UnsupportedModelError("it has no list of layers")
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{why}; and by caches of its own class: {error}") from why
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{why}; and it has no head") from why
+    read = frozenset(
+        part
+        for part, module in model.named_modules()
+        if is_linear(module) and part not in way.called
+    )
+    slots, between, matrices = _slots(model, described.stored.keys(), read)
+    widest = max(max(slot.shape, default=1) for slot in slots if slot.layer is not None)
+    mlp = MLPSpec(intermediate_size=widest, activation=Activation.SILU)  # for its width alone
+    spec = DecoderSpec(
+        architecture=f"{name} of transformers",
+        hidden_size=way.hidden_size,
+        vocab_size=head.weight.shape[0],
+        context_length=context,
+        layers=(LayerSpec(mixer=None, mlp=mlp, norm=NormSpec(eps=1e-6)),) * len(layers),
+        final_norm=NormSpec(eps=1e-6),
+        tied_head=head.weight is model.get_input_embeddings().weight,
+        own_cache=way.spec,
+    )
+    names = {id(module): found for found, module in model.named_modules()}
+    family = _family(name, model, f"{names[id(layers)]}.0.")
+    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    given = (read, matrices, described.stored, ignored)
+    return FallbackModel(name, config, (), family, slots, between, *given, inside=way.inside), spec
+
+
+def _layers_of(body: Any) -> Any:
+    """Return the longest list of modules, which the layers are."""
+    lists = [part for part in body.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    return max(lists, key=len, default=None)
+
+
+def _own_context(config: Any) -> tuple[int, bool]:
+    """Return the longest context, and True if a setting names it."""
+    for key in _CONTEXTS:
+        length = getattr(config, key, None)
+        if isinstance(length, int) and not isinstance(length, bool) and length > 1:
+            rope = getattr(config, "rope_parameters", None)
+            is_yarn = isinstance(rope, dict) and rope.get("rope_type") == "yarn"
+            return (_context(config) if is_yarn else length), True
+    return _UNNAMED_CONTEXT, False
+
+
+def build_empty(name: str, config: Any, attention: str | None, *, is_whole: bool = False) -> Any:
     """Build a model whose parameters take no memory; its buffers are empty as well.
 
     Args:
+        attention: by what its layers attend; None is transformers' choice.
         is_whole: leave out what is beside the text.
     """
     import transformers
 
     register()
     register_experts()
-    config._attn_implementation = SERVING
+    config._attn_implementation = attention
     config._experts_implementation = IMPLEMENTATION
     config.get_text_config()._experts_implementation = IMPLEMENTATION
     try:
@@ -263,13 +364,12 @@ def _check_numbers(config: Mapping[str, Any], origin: str) -> None:
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:
-    """Refuse by name what no paged attention over one decoder's blocks is."""
-    for key in ("is_encoder_decoder", "add_cross_attention", "alibi"):
+    """Refuse by name what is more than one decoder that looks back."""
+    for key in ("is_encoder_decoder", "add_cross_attention"):
         if config.get(key):
             raise UnsupportedModelError(f"{key} = {config[key]!r} is not honoured")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("it attends in both directions (is_causal)")
-    _check_layer_types(config.get("layer_types"))
 
 
 def _check_layer_types(kinds: object) -> None:
@@ -322,9 +422,9 @@ def _in_python(value: Any) -> Any:
     return [_in_python(item) for item in value] if isinstance(value, list) else value
 
 
-def _described(
-    name: str, config: Any, model: Any, probed: ProbeResult, stored: dict[str, Stored]
-) -> tuple[FallbackModel, DecoderSpec]:
+def _described(described: _Described, probed: ProbeResult) -> tuple[FallbackModel, DecoderSpec]:
+    name, config, model = described.name, described.config, described.model
+    stored = described.stored
     attention = probed.attention
     config_of_text = config.get_text_config()
     num_layers = config_of_text.num_hidden_layers

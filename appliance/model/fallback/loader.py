@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,12 @@ from appliance.model.fallback.modules import (
     LaidOutLinear,
     NoDropout,
 )
+from appliance.model.fallback.own_cache import (
+    Attributes,
+    OwnCacheDecoder,
+    begin,
+    goes_on_with_several,
+)
 from appliance.model.linear import ConcatenatedLinear, LinearPart, stack_neighbours
 from appliance.model.weight_format import FormatCounts, format_of
 
@@ -59,7 +66,7 @@ def load_fallback(
     dtype: torch.dtype,
     on_progress: Callable[[str, int, int], None] | None = None,
     on_layer: Callable[[], None] = _ignore,
-) -> FallbackDecoder:
+) -> FallbackDecoder | OwnCacheDecoder:
     """Read all weights and lay them out.
 
     Args:
@@ -71,13 +78,16 @@ def load_fallback(
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
-        UnsupportedModelError: a buffer that no checkpoint holds has no value.
+        UnsupportedModelError: a buffer that no checkpoint holds has no value, or answers would
+            depend on how a text is cut.
     """
     assert source.fallback is not None
     model = source.fallback.build()
     _fill_buffers(model, operations.device)
     layout = _Layout(source, operations, dtype, on_progress or (lambda stage, done, total: None))
     layout.lay_out(model)
+    if source.spec.own_cache is not None:
+        return _with_own_caches(source, model, operations, layout, on_layer)
     modules = dict(model.named_modules())
     names = zip(source.fallback.attention, itertools.count())
     places = {modules[name]: (i, source.spec.attention_layers[i]) for name, i in names}
@@ -93,6 +103,33 @@ def load_fallback(
         weight_format=layout.weight_format(),
         on_layer=on_layer,
     )
+
+
+def _with_own_caches(
+    source: ModelSource,
+    model: Any,
+    operations: Operations,
+    layout: _Layout,
+    on_pass: Callable[[], None],
+) -> OwnCacheDecoder:
+    assert source.fallback is not None
+    modules = dict(model.named_modules())
+    body = body_of(model, is_whole=source.fallback.is_whole)
+    places = tuple((modules[name], attribute) for name, attribute in source.fallback.inside)
+    first = tuple(getattr(module, name) for module, name in places)
+    begun = replace(begin(model, body), inside=Attributes(places, first))
+    setattr(model, model.base_model_prefix, IdentityModel())
+    decoder = OwnCacheDecoder(
+        spec=source.spec,
+        operations=operations,
+        begun=begun,
+        head=model,
+        weight_bytes=layout.nbytes,
+        weight_format=layout.weight_format(),
+        on_pass=on_pass,
+    )
+    several = goes_on_with_several(begun, source.spec.vocab_size, operations.device)
+    return replace(decoder, several=several)
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
@@ -147,21 +184,30 @@ class _Layout:
         self._dtype = dtype
         self._report = report
         self._formats = FormatCounts()
+        self._first: dict[int, str] = {}  # of each parameter, its name in the checkpoint
+        self._shared: dict[str, LaidOutLinear] = {}
 
     def lay_out(self, model: Any) -> None:
         """Fill a model without weights."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._first = {id(parameter): name for name, parameter in model.named_parameters()}
         owners = list(model.named_modules())
         shared = None
         if head.weight is embedding.weight:
             name = self._source.family.names.embedding
-            shared = self._linear(name, head, is_head=True)
+            head_name = next(name for name, module in owners if module is head)
+            shared = self._linear(name, head, is_head=True, bias=head_name)
         for done, (name, module) in enumerate(owners):
             self._report("weights", done, len(owners))
             if module is head and shared is not None:
                 _put(model, name, shared)
             elif is_linear(module) and name not in self._fallback.read:
-                _put(model, name, self._linear(name, module, is_head=module is head))
+                # Layers may share theirs, as Zamba's attention does: a checkpoint has them once.
+                place = self._first[id(module.weight)].removesuffix(".weight")
+                if place not in self._shared:
+                    is_head = module is head
+                    self._shared[place] = self._linear(place, module, is_head=is_head, bias=name)
+                _put(model, name, self._shared[place])
             elif has_experts(module):
                 _put(model, name, self._experts(name, module))
             elif is_embedding(module):
@@ -177,12 +223,17 @@ class _Layout:
         """Describe the formats of layers by frequency, then that of the head."""
         return self._formats.in_words()
 
-    def _linear(self, name: str, module: Any, *, is_head: bool) -> LaidOutLinear:
+    def _linear(
+        self, name: str, module: Any, *, is_head: bool, bias: str | None = None
+    ) -> LaidOutLinear:
+        """Lay out a linear; `bias` names what has the bias, if its weight is another's."""
         weight = self._load(f"{name}.weight")
         if has_inputs_first(module) and not self._fallback.is_one_by_one:
             weight = dense(weight, self._dtype).T.contiguous()
-        bias = None if module.bias is None else self._dense(f"{name}.bias", self._dtype)
-        linear = self._operations.linear(weight, bias)
+        added = None
+        if module.bias is not None:
+            added = self._dense(f"{bias or name}.bias", self._dtype)
+        linear = self._operations.linear(weight, added)
         if is_head:
             device = self._operations.device
             self._formats.set_head(format_of(weight, self._dtype, device, native=False))
@@ -261,14 +312,20 @@ class _Layout:
         dot, dtype = f"{prefix}." if prefix else "", self._operations.dtype
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                value = self._dense(dot + name, dtype)
+                place = self._first.get(id(parameter), dot + name)
+                own = dtype if parameter.is_floating_point() else parameter.dtype
+                value = self._dense(place, own)
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = self._dense(dot + name, buffer.dtype)
 
     def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        value: Tensor = dense(self._load(name), dtype)
+        if dtype.is_floating_point:
+            value: Tensor = dense(self._load(name), dtype)
+        else:  # a table of numbers of things, such as experts by token
+            table: Any = self._source.weights.load(name)
+            value = table.to(self._operations.device).to(dtype)
         self.nbytes += value.nbytes
         return value
 

@@ -10,6 +10,8 @@ from appliance.model.text_part import left_out
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from appliance.kernels.weight import Weight
     from appliance.model.fallback.conversion import Converted
     from appliance.quant.formats import WeightReader
@@ -63,9 +65,7 @@ class RenamedWeights:
         if isinstance(stored, str):
             return self._weights.load(stored)
         loaded = {source: self._weights.load(source) for source in stored.names()}
-        return stored.computed(
-            {source: dense(weight, "float32") for source, weight in loaded.items()}
-        )
+        return stored.computed({source: _in_torch(weight) for source, weight in loaded.items()})
 
     def load_rows(self, name: str, start: int, stop: int) -> Any:
         """Read rows `start` to `stop` of a dense tensor."""
@@ -77,3 +77,10 @@ class RenamedWeights:
     def notes(self) -> tuple[str, ...]:
         """Say what is left out, beside the notes of the tensors loaded so far."""
         return (*left_out(self._left), *self._weights.notes())
+
+
+def _in_torch(weight: Weight) -> Tensor:
+    """Make a weight dense for transformers' rules, which are written for torch's tensors."""
+    values: Any = dense(weight, "float32")
+    tensor: Tensor = values if hasattr(values, "untyped_storage") else values.tensor()
+    return tensor

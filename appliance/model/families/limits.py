@@ -254,7 +254,7 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
             f"{origin}: {len(experts)} layers of {experts[0].num_experts} experts are more than "
             f"the {_MOST_EXPERTS} experts that a model can have here"
         )
-    if not spec.cache_layers:
+    if not spec.cache_layers and spec.own_cache is None:
         raise UnsupportedModelError(
             f"{origin}: none of {len(spec.layers)} layers has attention, by layer_types, "
             "layers_block_type or attn_layer_indices; supported are models with at least one such "

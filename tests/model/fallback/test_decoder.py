@@ -16,6 +16,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.fallback import operations
+from appliance.model.fallback.decoder import FallbackDecoder
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations, TorchOperations
 from appliance.model.source import open_model
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from appliance.model.fallback.decoder import FallbackDecoder
 
 CPU_DEVICE = torch.device("cpu")
 # Single tokens at the beginning and from the last of a block on, behind windows of 7.
@@ -33,12 +33,16 @@ CUT = [1, 1, 14, 15, 1, 1, 1, 11]
 
 def in_library(folder: Path) -> FallbackDecoder:
     library = LibraryOperations(NativeEngine(LIBRARY, 1), torch.float32)
-    return load_fallback(open_model(folder), library, torch.float32)
+    found = load_fallback(open_model(folder), library, torch.float32)
+    assert isinstance(found, FallbackDecoder)
+    return found
 
 
 def in_torch(folder: Path, backend: Any = CPU) -> FallbackDecoder:
     kernels = TorchOperations(backend, CPU_DEVICE, torch.float32)
-    return load_fallback(open_model(folder), kernels, torch.float32)
+    found = load_fallback(open_model(folder), kernels, torch.float32)
+    assert isinstance(found, FallbackDecoder)
+    return found
 
 
 def expected(model: Any, token_ids: list[int]) -> torch.Tensor:

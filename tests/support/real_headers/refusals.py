@@ -20,9 +20,8 @@ FAMILIES: dict[str, str] = {
         ("baichuan", "chatglm", "internvl_chat", "mimo", "minicpm", "qwen"),
         ".* (is missing|by a name that is known)",
     ),
-    # Arithmetic that neither our kernels nor transformers' modules over our cache have.
+    # Arithmetic that neither our kernels nor transformers' modules have.
     "deepseek_ref": "recurrent|sparse|DeepseekV4",  # DeepSeek V4 by another name
-    "deepseek_v4": "recurrent|sparse|compress",
     "kimi_k3": "situ|hidden_act|linear_attn_config|recurrent",
     "locateanything": "several tokens at once",
     "mllama": "cross attention",

@@ -242,7 +242,7 @@ def _judged(
         ),
         None,
     )
-    if given is not None and "index_topk" in text:
+    if given is not None and "index_topk" in text and source.spec.own_cache is None:
         given = min(given, text["index_topk"])  # an indexer ends contexts
     if given is not None and plan.context != given:
         return Outcome("wrong", f"a context of {plan.context}, and config.json says {given}")

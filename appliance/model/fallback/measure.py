@@ -1,0 +1,211 @@
+"""Measures, without weights, what a class's own cache and its passes take of memory.
+
+Its modules run on the device `meta`: nothing is computed, but every tensor has its size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from appliance.errors import UnsupportedModelError
+from appliance.model.fallback.own_cache import Attributes, begin, tensors_in
+from appliance.model.recurrent_spec import OwnCacheSpec
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+
+    from appliance.model.fallback.own_cache import Begun, Held
+
+_FEW, _SOME = 8, 32
+_LOOP_SECONDS = 1e-4  # for each row and more: modules that go row by row
+# Beyond the usual windows, where the time suffices: classes that go row by row take longer.
+_LONGEST = 8192
+_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWay:
+    """Findings of a run without weights.
+
+    Attributes:
+        spec: sizes.
+        inside: names of modules and of their attributes that hold a part of the state.
+        called: names of the modules that are called, not only read.
+        hidden_size: of what the head reads.
+    """
+
+    spec: OwnCacheSpec
+    inside: tuple[tuple[str, str], ...]
+    called: frozenset[str]
+    hidden_size: int
+
+
+def measured(model: Any, body: nn.Module, context: int, reason: str, *, has_limit: bool) -> OwnWay:
+    """Run a model whose parameters are on the device `meta`, and measure its caches.
+
+    Args:
+        body: its part up to the head.
+        context: most tokens of a sequence.
+
+    Raises:
+        UnsupportedModelError: it keeps no cache, or cannot run so.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    called: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(names[module]))
+        for module in names
+    ]
+    try:
+        with torch.inference_mode(), _all_chosen():
+            begun, hidden = _with_attributes(begin(model, body), names)
+            spec = _measured(begun, context, reason, has_limit=has_limit)
+            head = model.get_output_embeddings()
+            if head is not None:
+                called.add(names[head])
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # its modules raise what they like
+        raise UnsupportedModelError(
+            f"its cache cannot be measured, for a run without weights failed in its modules"
+            f" ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    inside = tuple((names[module], name) for module, name in begun.inside.places)
+    return OwnWay(spec, inside, frozenset(called), hidden)
+
+
+def _all_chosen() -> AbstractContextManager[None]:
+    """Let what chooses by numbers choose all: without numbers, that is the most it can be."""
+    from torch.fx.experimental import _config
+
+    settings: Any = _config
+    patched: AbstractContextManager[None] = settings.patch(meta_nonzero_assume_all_nonzero=True)
+    return patched
+
+
+def _with_attributes(begun: Begun, names: dict[nn.Module, str]) -> tuple[Begun, int]:
+    """Find the attributes of modules that hold a tensor after a run and held another before."""
+    before = {module: _attributes(module) for module in names}
+    output, _ = begun.read(_ids(_FEW), None)
+    found, first = [], []
+    for module, held in before.items():
+        for name, value in _attributes(module).items():
+            if isinstance(value, torch.Tensor) and held.get(name) is not value:
+                found.append((module, name))
+                first.append(held.get(name))
+    inside = Attributes(tuple(found), tuple(first))
+    inside.put(inside.first)
+    return replace(begun, inside=inside), int(output.shape[-1])
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (value is None or isinstance(value, torch.Tensor))
+    }
+
+
+def _measured(begun: Begun, context: int, reason: str, *, has_limit: bool) -> OwnCacheSpec:
+    few, some = min(_FEW, context // 8), min(_SOME, context // 4)
+    begin_time = time.perf_counter()
+    _, held = begun.read(_ids(few), None)
+    middle = time.perf_counter()
+    _, held = begun.read(_ids(some), held)
+    a_row = max((time.perf_counter() - middle) - (middle - begin_time), 0.0) / some
+    affordable = _LONGEST if a_row < _LOOP_SECONDS else int(_SECONDS / a_row)
+    longest = min(max(affordable, 3 * some), context) - few  # which the last pass reaches
+    # One token before a power of two, where most of them wait for others to be compressed with.
+    longest = (1 << (longest + 1).bit_length() - 1) - 1
+    sizes, passes, before = {}, [], 0
+    for length in (longest // 2, longest):
+        _, held = begun.read(_ids(length - before - 1), held if before else None)
+        before = length
+        _, held = begun.read(_ids(1), held)
+        sizes[length] = _bytes_of(held)
+        for rows in (1, few):
+            passes.append((rows, length + rows, _peak(begun, held, rows)))
+    if not max(sizes.values()):
+        raise UnsupportedModelError("it keeps no cache of what it has read (use_cache)")
+    (shorter, less), (longer, more) = sorted(sizes.items())
+    token = max((more - less) / (longer - shorter), 0.0)
+    fixed = math.ceil(max(size - token * length for length, size in sizes.items()))
+    return OwnCacheSpec(max(fixed, 1), max(math.ceil(token), 1), _plane(passes), reason, has_limit)
+
+
+def _bytes_of(held: Held) -> int:
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for _, _, tensor in tensors_in([held.cache, list(held.inside)])
+    }
+    return sum(storages.values())
+
+
+def _peak(begun: Begun, held: Held, rows: int) -> int:
+    """Return the most bytes that a pass takes at once, its cache as it was left out."""
+    own = begun.copied(held)
+    seen = _LiveBytes()
+    with seen:
+        begun.read(_ids(rows), own)
+    return seen.most
+
+
+def _plane(passes: list[tuple[int, int, int]]) -> tuple[float, float, float, float]:
+    """Fit peak = always + row * rows + token * context + pair * rows * context, through each."""
+    rows = torch.tensor(
+        [[1.0, count, context, count * context] for count, context, _ in passes],
+        dtype=torch.float64,
+        device="cpu",
+    )
+    peaks = torch.tensor([[float(peak)] for *_, peak in passes], dtype=torch.float64, device="cpu")
+    fit = torch.linalg.lstsq(rows, peaks).solution.flatten().clamp(min=0.0)
+    # What the fit leaves out, and coefficients that were cut off at 0, is taken always.
+    over = float((peaks.flatten() - rows @ fit).max())
+    always, row, token, pair = fit.tolist()
+    return always + max(over, 0.0), row, token, pair
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made while it is on, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._live: dict[int, int] = {}
+        self._now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = size = storage.nbytes()
+        self._now += size
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._end, key)
+
+    def _end(self, key: int) -> None:
+        self._now -= self._live.pop(key, 0)
+
+
+def _ids(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device="meta")
