@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 MAX_CHARACTERS = 32 * 1024  # of an expression
 _SPECIAL = frozenset("\\^$.|?*+()[]{}/-&~#")
-_CLASS = re.compile(r"\\.|\[\^(?P<names>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
+# A class that is not closed counts too, so that no character is read twice.
+_CLASS = re.compile(r"\\.|\[\^(?P<names>\]?(?:\\.|[^\]\\]++)*+)(?P<end>\]?)", re.DOTALL)
 _QUOTED = re.compile(r'"|\\\\')
 _ANYTHING = "(?s:.*)"
 _SOMETHING = "(?s:.+)"
@@ -52,4 +53,6 @@ def exact_classes(pattern: str) -> str:
 
 def _without_nul(found: re.Match[str]) -> str:
     names = found["names"]
-    return found[0] if names is None or not _QUOTED.search(names) else f"[^\\x00{names}]"
+    if not found["end"] or not _QUOTED.search(names):
+        return found[0]
+    return f"[^\\x00{names}]"

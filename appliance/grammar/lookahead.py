@@ -8,6 +8,7 @@ The latter needs X's complement, which is found for a text (`(?!abc)`) and for a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from appliance.errors import RequestError
 from appliance.grammar.complement import escaped, exact_classes, other_texts
@@ -32,18 +33,19 @@ def without_lookahead(pattern: str, place: tuple[str, ...]) -> list[str]:
     )
     if not pattern.startswith("^"):
         raise RequestError(why, param=".".join(place))
-    rest, besides = pattern[1:], []
-    while rest.startswith(("(?=", "(?!")):
-        end = _end_of_group(rest)
-        inner = rest[3 : end - 1]
-        if rest.startswith("(?="):
+    at, besides = 1, []
+    while pattern.startswith(("(?=", "(?!"), at):
+        end = _end_of_group(pattern, at)
+        inner = pattern[at + 3 : end - 1]
+        if pattern.startswith("(?=", at):
             found: list[str | None] = [f"^(?:{inner})"]
         else:
             found = [_never(one) for one in _alternatives(inner)]
         besides += [one for one in found if one is not None]
-        if None in found or _looks(inner) or rest[end : end + 1] in ("*", "+", "?", "{"):
+        if None in found or _looks(inner) or pattern.startswith(("*", "+", "?", "{"), end):
             raise RequestError(why, param=".".join(place))
-        rest = rest[end:]
+        at = end
+    rest = pattern[at:]
     if _looks(rest) or len(_alternatives(rest)) > 1:  # the look-ahead belongs to the first alone
         raise RequestError(why, param=".".join(place))
     return [f"^{rest}", *besides]
@@ -64,19 +66,19 @@ def _alternatives(pattern: str) -> list[str]:
     return [*found, pattern[begin:]]
 
 
-def _end_of_group(pattern: str) -> int:
-    """Return where the group ends with which a pattern begins; its length if it does not."""
+def _end_of_group(pattern: str, begin: int) -> int:
+    """Return where the group ends that begins at a place; the pattern's length if it does not."""
     depth = 0
-    for at, one in outside_classes(pattern):
+    for at, one in outside_classes(pattern, begin):
         depth += {"(": 1, ")": -1}.get(one, 0)
         if depth == 0:
             return at + 1
     return len(pattern)
 
 
-def outside_classes(pattern: str) -> list[tuple[int, str]]:
-    """List the characters that are neither escaped nor in a class, with their places."""
-    found, at, in_class = [], 0, False
+def outside_classes(pattern: str, at: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield the characters that are neither escaped nor in a class, with their places."""
+    in_class = False
     while at < len(pattern):
         one = pattern[at]
         if one == "\\":
@@ -87,9 +89,8 @@ def outside_classes(pattern: str) -> list[tuple[int, str]]:
         elif one == "[":
             in_class = True
         else:
-            found.append((at, one))
+            yield at, one
         at += 1
-    return found
 
 
 def _never(inner: str) -> str | None:

@@ -8,9 +8,10 @@ from collections.abc import Collection
 from appliance.errors import RequestError
 
 # The first match wins, so names inside texts, expressions and comments do not count.
-# What is not closed counts up to the line's end, so that no character is read twice.
+# What is not closed counts up to the line's end, so that no character is read twice, and nothing
+# is given back (`++`), so that `re` remembers no place to go back to for each character.
 _NAMES = re.compile(
-    r""" "(?:\\.|[^"\\\n])*"? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/?
+    r""" "(?:\\.|[^"\\\n]++)*+"? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n]++)++/?
     | (?P<name><[^<>\s]+>) """,
     re.VERBOSE,
 )

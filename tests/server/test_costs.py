@@ -6,36 +6,39 @@ runs N shapes a door, and measures processor time as well: that is for quiet mac
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
-import msgspec
+import numpy as np
 import pytest
+from cost_doors import NAMES, UNITS, Doors, halves, lenient, names, repeated
+from every_route import Call, Client
+from fastapi import FastAPI
 from growth import CountedText as T
-from growth import check_growth
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from appliance.config import ServerConfig
 from appliance.dialects import learn
-from appliance.dialects.constrain import may_call, must_call
 from appliance.dialects.dialect import Dialect
 from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
 from appliance.dialects.thoughts import KNOWN_MARKS
 from appliance.dialects.turns import prepare
 from appliance.engine.request import FinishReason
-from appliance.errors import ApplianceError
-from appliance.grammar.grammar import Grammar, canonical_schema
-from appliance.grammar.token_names import check_token_names
 from appliance.output import ChoiceText
+from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe
+from appliance.sampling_defaults import SamplingDefaults
 from appliance.server import turns
 from appliance.server.anthropic import messages
 from appliance.server.anthropic import turns as anthropic_turns
 from appliance.server.anthropic.schema import AnthropicTurn, ContentBlock, CountRequest
+from appliance.server.app import create_app
 from appliance.server.body import decode_json
 from appliance.server.ollama import turns as ollama_turns
 from appliance.server.ollama.schema import (
@@ -49,6 +52,12 @@ from appliance.server.openai_responses.output import OutputItems
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
 from appliance.server.openai_responses.store import ResponseStore
 from appliance.server.prompt import _separate
+from appliance.server.retrieval.embedding import with_prompt
+from appliance.server.retrieval.relevance import encoded_pairs
+from appliance.server.retrieval.routes import _pairs
+from appliance.server.retrieval.schema import ScoreRequest
+from appliance.server.retrieval.vectors import embeddings_of
+from appliance.server.sampling import sampling_params
 from appliance.server.schema import (
     CalledFunction,
     ChatRequest,
@@ -57,12 +66,11 @@ from appliance.server.schema import (
     Message,
     ToolCall,
 )
-from appliance.server.tools import Offer, Tools, allowed
+from appliance.server.state import ServerState
 from appliance.tokenizer import ChatTemplate, StopStringMatcher, Tokenizer
 
-SHAPES = int(os.environ.get("APPLIANCE_TEST_COSTS", "0"))
-Make = Callable[[Any, int], Callable[[], object]]
-DOORS: dict[str, tuple[st.SearchStrategy[Any], Make, int, tuple[Any, ...]]] = {}
+DOORS = Doors()
+door = DOORS.door
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -70,54 +78,6 @@ CHATML = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<|im_start|>assistant\n"
 )
-_UNITS = st.lists(
-    st.text(st.sampled_from('ab \n"\\{}[](),:<>/|=1'), min_size=1, max_size=6),
-    min_size=1,
-    max_size=3,
-)
-
-
-def door(shapes: st.SearchStrategy[Any], size: int, *known: Any) -> Callable[[Make], None]:
-    """Register a function that prepares a call from a shape and a size.
-
-    Args:
-        size: the smallest, at which a call takes some thousand instructions.
-        known: shapes to try in any case.
-    """
-
-    def add(make: Make) -> None:
-        DOORS[make.__name__.strip("_").replace("_", " ")] = (shapes, make, size, known)
-
-    return add
-
-
-def lenient(call: Callable[[], object]) -> Callable[[], object]:
-    """Return the call; what it refuses must not cost more either."""
-
-    def refusing() -> None:
-        with contextlib.suppress(ApplianceError, msgspec.MsgspecError, ValueError, RecursionError):
-            call()
-
-    return refusing
-
-
-def repeated(units: list[str], size: int) -> str:
-    """Repeat some texts up to a length."""
-    return "".join(islice(cycle(units), max(1, size // max(1, sum(map(len, units)) // len(units)))))
-
-
-def halves(units: list[str], size: int) -> str:
-    """Repeat the first text, then the others."""
-    return repeated(units[:1], size // 2) + repeated(units[1:] or units, size // 2)
-
-
-def names(kind: str, count: int) -> Iterator[T]:
-    """Yield names: all equal, all different, or of a few."""
-    for number in range(count):
-        yield T(f"name_{0 if kind == 'equal' else number % 3 if kind == 'few' else number}")
-
-
-_NAMES = st.sampled_from(["equal", "distinct", "few"])
 
 # ---- bodies ----
 
@@ -132,7 +92,7 @@ _JSON = st.recursive(
 
 @door(
     st.tuples(
-        _JSON, st.sampled_from(["messages", "prompt", "logit_bias", "stop", "tools", "x"]), _NAMES
+        _JSON, st.sampled_from(["messages", "prompt", "logit_bias", "stop", "tools", "x"]), NAMES
     ),
     300,
 )
@@ -160,10 +120,82 @@ def token_and_text_lists(shape: Any, size: int) -> Callable[[], object]:
     return lenient(lambda: _separate(prompts, "prompt"))
 
 
+@door(st.tuples(NAMES, st.sampled_from([0, 7, 10**6]), st.booleans()), 300)
+def sampling_lists(shape: Any, size: int) -> Callable[[], object]:
+    kind, largest, keys = shape
+    ids = [number % (largest + 1) for number in range(size)]
+    body = CompletionRequest(
+        prompt="a",
+        logit_bias={str(number) if keys else str(name): 1.0 for number, name in zip(
+            range(size), names("distinct", size), strict=True)},
+        stop=[str(name) for name in names(kind, size)],
+        stop_token_ids=ids,
+    )  # fmt: skip
+    info: Any = SimpleNamespace(vocab_size=10**6, context_length=10**6)
+    defaults = SamplingDefaults()
+    return lenient(lambda: sampling_params(body, info, defaults, max_tokens=9, logprobs=None))
+
+
+@door(st.tuples(UNITS, st.booleans(), st.booleans()), 60)
+def embeddings_and_pairs(shape: Any, size: int) -> Callable[[], object]:
+    units, one_first, one_long = shape
+    texts = [repeated(units, 12)] * size if not one_long else [repeated(units, 12 * size)]
+    recipe = EmbeddingRecipe(prompts={"query": "q: "})
+    body = ScoreRequest(text_1=texts[:1] if one_first else texts, text_2=texts)
+    reranker = RerankRecipe(source="", template="{instruction}{query}{document}", labels=("a",))
+    rows = np.arange(4 * size, dtype=np.float32).reshape(size, 4)
+
+    def begin() -> None:
+        given = with_prompt([*texts], recipe, "query")
+        _separate(given, "input")
+        encoded_pairs(_TOKENIZERS[0], reranker, "Judge.", _pairs(body)[0])
+        embeddings_of(rows, base64=True)
+        embeddings_of(rows, base64=False)
+
+    return lenient(begin)
+
+
+_HEADS = (
+    *("headers", "cookie", "authorization", "accept", "accept-encoding", "content-type", "host"),
+    *("origin", "x-request-id", "x-forwarded-for", "idempotency-key", "query", "path"),
+)
+
+
+@door(st.tuples(st.sampled_from(_HEADS), UNITS, NAMES), 400, ("query", ["a=", "&b%41;"], "few"))
+def heads(shape: Any, size: int) -> Callable[[], object]:
+    """Headers, query strings and names in paths, at routes with a name, a page and a body."""
+    part, units, kind = shape
+    text = halves(units, size)
+
+    async def ask(call: Call) -> None:
+        more = {} if part in ("headers", "query", "path") else {part: text}
+        client = Client(call, {"authorization": "Bearer a-secret-key-1", **more})
+        scope: dict[str, Any] = client.scope
+        if part == "headers":
+            scope["headers"] += [(str(name).encode(), b"a") for name in names(kind, size)]
+        if part == "query":
+            scope["query_string"] = text.encode()
+        if part == "path":
+            scope["path"] += text
+            scope["raw_path"] = quote(scope["path"]).encode()
+        client.gone.set()
+        with contextlib.suppress(Exception):  # there is no engine behind
+            await _APPS[0](scope, client.receive, client.send)
+
+    def ask_each() -> None:
+        loop = asyncio.new_event_loop()
+        for path in ("/v1/models/", "/v1/responses/", "/api/blobs/", "/static/", "/metrics"):
+            loop.run_until_complete(ask(Call("GET", path)))
+        loop.run_until_complete(ask(Call("POST", "/v1/completions", {"prompt": "a"})))
+        loop.close()
+
+    return ask_each
+
+
 # ---- messages of each protocol ----
 
 
-@door(st.tuples(_NAMES, _NAMES, st.booleans()), 60)
+@door(st.tuples(NAMES, NAMES, st.booleans()), 60)
 def openai_messages(shape: Any, size: int) -> Callable[[], object]:
     calls, results, parts = shape
     given = [
@@ -177,7 +209,7 @@ def openai_messages(shape: Any, size: int) -> Callable[[], object]:
     return lenient(lambda: turns.turns_of(given))
 
 
-@door(st.tuples(_NAMES, _NAMES, st.booleans()), 60)
+@door(st.tuples(NAMES, NAMES, st.booleans()), 60)
 def ollama_messages(shape: Any, size: int) -> Callable[[], object]:
     calls, results, apart = shape
     called = [
@@ -191,7 +223,7 @@ def ollama_messages(shape: Any, size: int) -> Callable[[], object]:
     return lenient(lambda: ollama_turns.turns_of(given))
 
 
-@door(st.tuples(_NAMES, _NAMES, st.sampled_from(["text", "thinking", "tool_use"])), 60)
+@door(st.tuples(NAMES, NAMES, st.sampled_from(["text", "thinking", "tool_use"])), 60)
 def anthropic_messages(shape: Any, size: int) -> Callable[[], object]:
     calls, results, kind = shape
     blocks = [
@@ -243,13 +275,13 @@ def _items(kinds: list[str], kind: str, size: int) -> list[Item]:
     ]
 
 
-@door(st.tuples(_ITEMS, _NAMES), 80)
+@door(st.tuples(_ITEMS, NAMES), 80)
 def responses_items(shape: Any, size: int) -> Callable[[], object]:
     items = [item for item in _items(shape[0], shape[1], size) if item.type != "item_reference"]
     return lenient(lambda: responses_turns.turns_of("Be brief.", b"[]", items))
 
 
-@door(st.tuples(_ITEMS, _NAMES), 40)
+@door(st.tuples(_ITEMS, NAMES), 40)
 def response_store(shape: Any, size: int) -> Callable[[], object]:
     """A conversation is kept, continued and named again."""
 
@@ -275,143 +307,6 @@ def response_store(shape: Any, size: int) -> Callable[[], object]:
             )
 
     return lenient(chain)
-
-
-# ---- tools, schemas, grammars ----
-
-_LEAVES = st.sampled_from([
-    {"type": "string"}, {"const": "a"}, {"enum": ["a", "b"]}, {"type": "integer", "minimum": 0},
-    {"$ref": "#/$defs/name_0"}, {"$ref": "#"}, {}, True,
-    {"type": "string", "pattern": "a/b", "maxLength": 3},
-])  # fmt: skip
-_PARTS = st.recursive(
-    _LEAVES,
-    lambda inner: st.one_of(
-        st.builds(lambda one: {"type": "array", "items": one}, inner),
-        st.builds(lambda several: {"oneOf": several}, st.lists(inner, min_size=1, max_size=3)),
-        st.builds(lambda several: {"anyOf": several}, st.lists(inner, min_size=1, max_size=3)),
-        st.builds(
-            lambda one: {"type": "object", "properties": {"a": one}, "required": ["a"]}, inner
-        ),
-    ),
-    max_leaves=5,
-)
-_WHERE = st.sampled_from(
-    ["properties", "required", "$defs", "oneOf", "oneOf of refs", "enum", "many"]
-)
-
-
-def schema_of(shape: Any, size: int) -> dict[str, Any]:
-    part, where, needed = shape
-    listed = list(names("distinct", size))
-    inner: dict[T, Any] = dict.fromkeys(listed, part)
-    defs: dict[str, Any] = {
-        "name_0": {"type": "object", "properties": {"k": {"const": "0"}}, "required": ["k"]}
-    }
-    schema: dict[str, Any] = {"type": "object", "properties": {"a": part}, "$defs": defs}
-    match where:
-        case "properties":
-            schema["properties"] = inner
-        case "required":
-            schema |= {"properties": inner, "required": listed}
-        case "$defs":
-            schema["$defs"] = {**inner, **defs}
-        case "oneOf":
-            schema["properties"] = {"a": {"oneOf": [
-                {
-                    "type": "object",
-                    "properties": {"k": {"const": name}},
-                    "required": ["k", *listed[:9]],
-                }
-                for name in listed
-            ]}}  # fmt: skip
-        case "oneOf of refs":
-            schema["$defs"] = {
-                str(i): {
-                    "type": "object",
-                    "properties": {"k": {"const": str(i)}},
-                    "required": ["k", *listed],
-                }
-                for i in range(8)
-            }
-            several = {"oneOf": [{"$ref": f"#/$defs/{i}"} for i in range(8)]}
-            schema["properties"] = dict.fromkeys(listed, several)
-        case "enum":
-            schema["properties"] = {"a": {"enum": listed}}
-        case "many":
-            schema["properties"] = {
-                name: {"type": "object", "properties": {"a": part}} for name in listed
-            }
-    if needed:
-        schema.setdefault("required", listed[:1])
-    return schema
-
-
-_SCHEMAS = st.tuples(_PARTS, _WHERE, st.booleans())
-
-
-@door(_SCHEMAS, 20, (True, "oneOf of refs", False), ({"$ref": "#"}, "properties", False))
-def schema(shape: Any, size: int) -> Callable[[], object]:
-    given = schema_of(shape, size)
-    return lenient(lambda: canonical_schema(given))
-
-
-@door(
-    st.tuples(_SCHEMAS, st.sampled_from(learn.FORMS), st.booleans()),
-    15,
-    *(
-        ((part, "properties", False), form, True)
-        for part in ({"type": "string"}, {"$ref": "#"})
-        for form in (learn.FORMS[1], learn.FORMS[-2])
-    ),
-)
-def tools_grammar(shape: Any, size: int) -> Callable[[], object]:
-    parts, form, one_tool = shape
-    given = schema_of(parts, size)
-    schemas: Mapping[str, Any] = (
-        {"f": given} if one_tool else dict.fromkeys(map(str, names("distinct", 8)), given)
-    )
-    dialect = Dialect(form, True, True, False, True, None)
-
-    def build() -> None:
-        lenient(lambda: must_call(dialect, schemas, {}, one_call=False, thinking=False))()
-        lenient(lambda: may_call(dialect, schemas, {}, thinking=False))()
-
-    return build
-
-
-@door(st.tuples(_PARTS, _NAMES), 40)
-def tools(shape: Any, size: int) -> Callable[[], object]:
-    part, kind = shape
-    inner = dict.fromkeys(names(kind, size), part)
-    offers = [
-        Offer(f"f{i}", {"type": "object", "properties": inner}, "tools", "d") for i in range(4)
-    ]
-    choice = [T(f"f{number % 4}") for number in range(size)]
-
-    def check() -> None:
-        lenient(lambda: Tools.of(offers))()
-        lenient(lambda: allowed(offers, choice))()
-
-    return check
-
-
-@door(_UNITS, 2000)
-def names_of_tokens(shape: Any, size: int) -> Callable[[], object]:
-    text = halves(shape, size)
-    return lenient(lambda: check_token_names(text, {"<a>"}, 10))
-
-
-@door(_UNITS, 500)
-def choices_and_expressions(shape: Any, size: int) -> Callable[[], object]:
-    texts = [repeated(shape, 5) for _ in range(size)]
-
-    def make() -> None:
-        lenient(lambda: Grammar.choice(texts))()
-        lenient(lambda: Grammar.lark("".join(texts)))()
-        lenient(lambda: Grammar.schema_as_given("".join(texts)))()
-
-    return make
 
 
 # ---- templates and tokenizers ----
@@ -451,7 +346,7 @@ def template_and_tokenizer(shape: Any, size: int) -> Callable[[], object]:
 _STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@door(st.tuples(_STOPS, _UNITS, st.integers(1, 9)), 200, (["a"], ["a"], 1))
+@door(st.tuples(_STOPS, UNITS, st.integers(1, 9)), 200, (["a"], ["a"], 1))
 def stop_strings(shape: Any, size: int) -> Callable[[], object]:
     stop, units, step = shape
     text = repeated([stop[0], *units], size)
@@ -473,7 +368,8 @@ def detokenizer(shape: Any, size: int) -> Callable[[], object]:
     def push() -> None:
         text = ChoiceText(tokenizer, tuple(stop))
         for token_id in islice(cycle(ids), size):
-            text.push((token_id,), None)
+            if text.push((token_id,), None)[1] is not None:
+                return
         text.push((), FinishReason.LENGTH)
 
     return push
@@ -553,6 +449,7 @@ def parts_of_an_answer(shape: Any, size: int) -> Callable[[], object]:
 
 
 _TOKENIZERS: list[Tokenizer] = []
+_APPS: list[FastAPI] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -560,29 +457,9 @@ def _tokenizer(tokenizer_folder: Path) -> None:
     made = Tokenizer.from_path(tokenizer_folder)
     made.chat_template = ChatTemplate(CHATML, {})
     _TOKENIZERS[:] = [made]
+    _APPS[:] = [create_app(ServerState(ServerConfig(api_key="a-secret-key-1")))]
 
 
 @pytest.mark.parametrize("name", DOORS)
 def test_costs_grow_as_the_input_does(name: str) -> None:
-    shapes, make, size, known = DOORS[name]
-
-    def measure(shape: Any) -> None:
-        make(shape, size)()  # what is made once, such as a compiled expression
-        check_growth(lambda n: make(shape, n), size, timed=bool(SHAPES))
-
-    for shape in known:
-        measure(shape)
-
-    @settings(
-        max_examples=SHAPES or 3,
-        derandomize=not SHAPES,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(shapes)
-    def check(shape: Any) -> None:
-        measure(shape)
-
-    check()
+    DOORS.check(name)
