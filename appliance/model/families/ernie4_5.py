@@ -55,6 +55,8 @@ ERNIE4_5 = Family(
 def _read_moe(config: ConfigReader) -> DecoderSpec:
     if config.flag("use_bias"):
         raise config.refuse("use_bias", "false beside experts")
+    if config.text("moe_gate", "topk") != "topk":
+        raise config.refuse("moe_gate", "topk")
     head_dim, layers = read_head_dim(config), config.integer("num_hidden_layers")
     attention = read_attention(config, read_rope(config, head_dim), head_dim)
     shared_key = "moe_num_shared_experts"

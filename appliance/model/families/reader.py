@@ -64,8 +64,9 @@ _HARMLESS_ROUTING = frozenset(
         "expert_parallel_size", "experts_implementation", "experts_per_token",
         # Say in which layers an indexer chooses anew, which up to `index_topk` tokens is all.
         "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern",
-        "moe_aux_loss_coeff", "moe_intermediate_size", "moe_layer_freq",
-        "moe_shared_expert_overlap",
+        "moe_aux_loss_coeff", "moe_aux_loss_lambda", "moe_capacity", "moe_group",
+        "moe_intermediate_size", "moe_layer_freq", "moe_orthogonal_loss_lambda",
+        "moe_shared_expert_overlap", "moe_use_aux_free", "moe_world_size", "moe_z_loss_lambda",
         "num_local_experts", "output_router_logits", "router_aux_loss_coef",
         "router_dtype", "router_jitter_noise", "router_z_loss_coef", "top_k",
     }

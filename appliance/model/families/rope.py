@@ -128,7 +128,9 @@ def scaled_rope(
     kind = section.text(key, "default")
     if kind not in _SCALINGS:
         raise section.refuse(key, ", ".join(_SCALINGS))
-    section.refuse_unknown(_KNOWN_KEYS)
+    # Qwen3-Omni says twice how images' positions lie; alone it is another model's order of pairs.
+    is_of_images = section.is_given("mrope_interleaved") and section.is_given("mrope_section")
+    section.refuse_unknown(_KNOWN_KEYS | ({"interleaved"} if is_of_images else frozenset()))
     share = section.number("partial_rotary_factor", share)
     if share != 1.0 and not partial and kind != "proportional":
         owner = section if "partial_rotary_factor" in section else config
