@@ -20,7 +20,6 @@ from appliance.model.encoder.native_size import (
 )
 from appliance.model.encoder.native_support import why_unsupported
 from appliance.model.encoder.source import EncoderSource
-from appliance.model.encoder.spec import num_parameters
 from appliance.model.narrowed import narrowed
 from appliance.model.native_support import why_unsupported as why_decoder_unsupported
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
@@ -218,8 +217,7 @@ class _TorchExecution:
 
     @property
     def weight_bytes(self) -> int:
-        count = num_parameters(self.source.spec, self.source.names)
-        return count * int(self.dtype.itemsize)
+        return self.source.num_parameters() * int(self.dtype.itemsize)
 
     def workspace_bytes(self, max_tokens: int) -> int:
         spec = self.source.spec

@@ -65,6 +65,7 @@ def describe(
         state_bytes=plan.states.num_bytes,
         adapter_bytes=plan.adapter_bytes,
         num_checkpoints=plan.states.num_checkpoints,
+        num_parameters=source.num_parameters(),
         hidden_size=source.spec.hidden_size,
         num_experts=0 if router is None else router.num_experts,
         experts_per_token=0 if router is None else router.top_k,

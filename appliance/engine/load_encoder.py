@@ -95,6 +95,7 @@ def load_encoder_engine(
         memory_bytes=free + process_bytes,
         load_seconds=time.perf_counter() - begin,
         fingerprint=fingerprint_of(Path(config.model), arithmetic),
+        num_parameters=source.num_parameters(),
         hidden_size=spec.hidden_size,
         process_bytes=process_bytes,
         ranks_pairs=encoder.ranking is not None,

@@ -186,6 +186,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     precisions: tuple[str, ...] = ()  # by the index in a block's word; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken
     kv_host_bytes: int = 0  # host memory for evicted blocks
+    num_parameters: int = 0  # weights, a tied head's once; 0 if unknown
     hidden_size: int = 0  # width of a hidden state
     num_experts: int = 0  # per MoE layer; 0 without such layers
     experts_per_token: int = 0

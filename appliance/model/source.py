@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,10 @@ class ModelSource:
         if self.fallback is not None:
             return list(self.fallback.slots)
         return tensor_slots(self.spec, self.family.names)
+
+    def num_parameters(self) -> int:
+        """Count the weights that the decoder reads, packed or not; a tied head's once."""
+        return sum(math.prod(slot.shape) for slot in self.slots())
 
 
 @dataclass(frozen=True, slots=True)

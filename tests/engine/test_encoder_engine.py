@@ -204,6 +204,8 @@ def test_an_encoder_is_not_divided(tmp_path: Path, options: dict[str, Any]) -> N
 
 def test_the_library_runs_it_and_torch_where_asked_for(tmp_path: Path) -> None:
     folder = make("bert", tmp_path, ranks=False).path
+    stored = load_file(folder / "model.safetensors").items()
+    read = [weight for name, weight in stored if "pooler" not in name]  # of tasks that BERT learned
     asked = request("one", 40)
     vectors = []
     for options, backend, format in (
@@ -214,6 +216,7 @@ def test_the_library_runs_it_and_torch_where_asked_for(tmp_path: Path) -> None:
         engine = load(folder, **options)
         assert engine.info.backend.startswith(backend)
         assert engine.info.weight_format == format
+        assert engine.info.num_parameters == sum(map(torch.numel, read))
         assert any("torch runs the encoder" in note for note in engine.info.notes) == (
             "kernels" in options
         )

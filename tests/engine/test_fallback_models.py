@@ -84,6 +84,7 @@ def test_it_says_that_transformers_executes_the_model(model: Any) -> None:
     assert info.architecture == f"{name} of transformers"
     assert info.backend.startswith("transformers on cpu library")
     assert any(note.startswith(f"transformers' modules execute {name}") for note in info.notes)
+    assert info.num_parameters == made.num_parameters()
     counted = sum(parameter.nbytes for parameter in made.parameters())
     assert counted <= info.weight_bytes < 1.3 * counted + 65536
 

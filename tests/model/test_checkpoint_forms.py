@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_forms import DEVICE, FORMS, SHAPES, Form, write_both
 from teacher_forcing import logits_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
@@ -32,6 +34,8 @@ def test_logits_are_those_of_the_dense_weights(
     quantized, dense = write_both(tmp_path, form)
     expected = logits_of(load_decoder(dense, REFERENCE, DEVICE, torch.float32), token_ids)
     assert expected.std() > 0.5  # a model that says something
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(dense.path))
+    assert quantized.num_parameters() == theirs.num_parameters()
     decoder = load_decoder(quantized, REFERENCE, DEVICE, torch.float32)
     torch.testing.assert_close(logits_of(decoder, token_ids), expected, atol=1e-4, rtol=0)
     assert decoder.weight_format == f"{form.weight_format}, head fp32"

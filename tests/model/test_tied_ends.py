@@ -90,6 +90,7 @@ def test_logits_are_those_of_transformers(
     is_apart = what == "other values"
     assert source.spec.tied_head is not is_apart
     assert [EMBEDDING in note for note in source.notes] == [True] * is_apart
+    assert source.num_parameters() == theirs.num_parameters()  # a tied head's once
     names = [slot.name for slot in source.slots()]
     assert names.count(EMBEDDING) == 1
     assert names.count(HEAD) == is_apart

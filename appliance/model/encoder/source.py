@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
@@ -44,6 +45,10 @@ class EncoderSource:
     names: EncoderNames
     prefix: str
     tensors: SafetensorsFolder | GGUFTensors
+
+    def num_parameters(self) -> int:
+        """Count the weights that the encoder reads, packed or not."""
+        return sum(map(prod, encoder_slots(self.spec, self.names, self.prefix).values()))
 
     def load(self, name: str) -> Weight:
         """Read one tensor, packed or as a `HostArray`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -228,8 +227,3 @@ def encoder_slots(
             norm(names.head_norm)
         linear(names.classifier, 1, hidden, True)
     return slots
-
-
-def num_parameters(spec: EncoderSpec, names: EncoderNames) -> int:
-    """Return the number of elements of all tensors that are read."""
-    return sum(map(prod, encoder_slots(spec, names, "").values()))

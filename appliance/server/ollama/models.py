@@ -80,6 +80,7 @@ def shown(state: ModelState) -> Shown:
         details=_details(state, info),
         model_info={
             "general.architecture": info.architecture,
+            **({"general.parameter_count": info.num_parameters} if info.num_parameters else {}),
             f"{info.architecture}.context_length": info.context_length,
             f"{info.architecture}.vocab_size": info.vocab_size,
         },
@@ -111,5 +112,14 @@ def _details(state: ModelState, info: EngineInfo) -> Details:
         format="gguf" if state.is_gguf else "safetensors",
         family=info.architecture,
         families=[info.architecture],
+        parameter_size=in_short(info.num_parameters) if info.num_parameters else "",
         quantization_level=info.weight_format,
     )
+
+
+def in_short(count: int) -> str:
+    """Write a number of parameters as Ollama does, e.g. 134.52M or 7.6B."""
+    for unit, size, places in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if count >= size:
+            return f"{count / size:.{places if count % size else 0}f}{unit}"
+    return str(count)

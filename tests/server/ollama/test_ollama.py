@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ollama
 import pytest
 from echo_templates import TOOLS
@@ -278,6 +279,37 @@ async def test_what_is_said_of_the_model(serve: Serve) -> None:
         assert shown.modelinfo["echo.context_length"] == 512
         version = (await running.http.get("/api/version")).json()["version"]
         assert [number.isdecimal() for number in version.split(".")] == [True] * 3
+
+
+# Ollama's format_test.go, and what its library shows of SmolLM2 135M and Qwen2.5 7B.
+SIZES = {
+    0: ("", None),
+    999: ("999", 999),
+    1000: ("1K", 1000),
+    1001: ("1K", 1001),
+    1_000_000: ("1M", 1_000_000),
+    125_000_000: ("125M", 125_000_000),
+    500_550_000: ("500.55M", 500_550_000),
+    134_515_008: ("134.52M", 134_515_008),
+    2_850_000_000: ("2.9B", 2_850_000_000),
+    7_615_616_512: ("7.6B", 7_615_616_512),
+    1_000_000_000_000: ("1000B", 1_000_000_000_000),
+}
+
+
+async def test_how_many_parameters_it_has(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        supervisor = running.engine._supervisor
+        assert supervisor.info is not None
+        for count, expected in SIZES.items():
+            supervisor.info = msgspec.structs.replace(supervisor.info, num_parameters=count)
+            (listed,), (loaded,) = (await client.list()).models, (await client.ps()).models
+            shown = await client.show("echo")
+            for details in (listed.details, loaded.details, shown.details):
+                assert details is not None
+                assert details.parameter_size == expected[0]
+            assert shown.modelinfo is not None
+            assert shown.modelinfo.get("general.parameter_count") == expected[1]
 
 
 async def test_the_root_says_that_ollama_runs_but_to_a_browser(serve: Serve) -> None:
