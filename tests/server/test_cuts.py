@@ -28,6 +28,7 @@ from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from appliance.tokenizer import Tokenizer
     from tests.server.conftest import Running, Serve
@@ -127,6 +128,15 @@ def limited(protocol: str, tokens: int) -> dict[str, Any]:
     return {"max_output_tokens" if protocol == "responses" else "max_tokens": tokens}
 
 
+def is_half(item: dict[str, Any]) -> bool:
+    """Return True if an item of a response is a call whose arguments end too early."""
+    try:
+        json.loads(item.get("arguments", "{}"))
+    except ValueError:
+        return True
+    return False
+
+
 async def end_of(running: Running, protocol: str, body: dict[str, Any], *, stream: bool) -> str:
     """Ask, and return the reason that the answer ends with."""
     response = await running.http.post(PATHS[protocol], json={**body, "stream": stream})
@@ -141,6 +151,9 @@ async def end_of(running: Running, protocol: str, body: dict[str, Any], *, strea
         return str(next(filter(None, reasons)))
     if protocol == "responses":
         whole = data[-1]["response"] if stream else data[-1]
+        done = [one["item"] for one in data if one.get("type") == "response.output_item.done"]
+        for item in (*done, *whole["output"]):
+            assert item["status"] == "incomplete" or not is_half(item), item
         if whole["status"] == "incomplete":
             assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
             assert whole["output"][-1]["status"] == "incomplete"
@@ -246,6 +259,33 @@ async def test_a_stop_token_inside_a_call_makes_no_call(
             body["messages"] = [{"role": "user", "content": text}]
             found = await end_of(running, "chat", body, stream=stream)
             assert found == "stop", (choice, several, stream)
+
+
+HALVES = ["<tool_call>", "name", "weather", "arguments", "city", "slo", "days", "3"]
+
+
+async def test_a_model_that_ends_inside_a_call_makes_no_call(
+    serve: Serve, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """By its own token: no protocol then asks for a tool's result."""
+    says = [TEXT[: TEXT.rindex(half) + len(half)] for half in HALVES]
+    rules = [{"contains": [f"case {n}."], "says": text} for n, text in enumerate(says)]
+    (tmp_path / "script.json").write_text(json.dumps(rules))
+    ends = CUT[""] | {"chat": "stop", "messages": "end_turn"}
+    wrong = []
+    async with serve(
+        f"script={tmp_path / 'script.json'}", tokenizer=tokenizer, max_model_len=2048
+    ) as running:
+        for n, protocol, choice in product(range(len(says)), PATHS, CHOICES):
+            body = body_of(protocol, *choice, "")
+            asked = f"case {n}."
+            turns = [{"role": "user", "content": asked}]
+            body |= {"input": asked} if protocol == "responses" else {"messages": turns}
+            for stream in (False, True):
+                found = await end_of(running, protocol, body, stream=stream)
+                if found != ends[protocol]:
+                    wrong.append((HALVES[n], protocol, *choice, stream, found))
+    assert not wrong, wrong
 
 
 async def test_a_stop_string_behind_the_arguments_leaves_the_call_whole(

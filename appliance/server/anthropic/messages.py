@@ -69,7 +69,8 @@ async def message_frames(
     assert last is not None
     assert last.finish_reason is not None
     reason, stopped_by = last.finish_reason.value, last.stopped_by
-    delta = stop_delta(answer, reason, stopped_by, called=blocks.called, max_tokens=max_tokens)
+    called = blocks.called and not last.cuts_call
+    delta = stop_delta(answer, reason, stopped_by, called=called, max_tokens=max_tokens)
     end = MessageDelta(delta, _usage(answer))
     yield blocks.stop() + _frame(end) + _frame(MessageStop())
 
@@ -81,6 +82,7 @@ def whole_message(
     (whole,) = wholes
     message = _message(exchange, answer, _blocks(whole.all_parts))
     called = any(isinstance(block, ToolUseBlock) for block in message.content)
+    called = called and not whole.cuts_call
     delta = stop_delta(
         answer, whole.finish_reason, whole.stopped_by, called=called, max_tokens=max_tokens
     )

@@ -58,7 +58,7 @@ async def response_frames(responding: Responding, answer: Answer) -> AsyncGenera
     events = _Events(responding)
     begun = False
     try:
-        reason = ""
+        reason, cuts_call = "", False
         async for pieces in answer.pieces():
             frames = b"" if begun else events.begin()
             begun = True
@@ -66,9 +66,9 @@ async def response_frames(responding: Responding, answer: Answer) -> AsyncGenera
                 for part, logprobs in responding.with_logprobs(piece.all_parts, piece.tokens):
                     frames += events.part(part, logprobs)
                 if piece.finish_reason is not None:
-                    reason = piece.finish_reason.value
+                    reason, cuts_call = piece.finish_reason.value, piece.cuts_call
             yield frames
-        yield events.end(answer, reason)
+        yield events.end(answer, reason, cuts_call=cuts_call)
     except Exception as error:
         if not begun:
             raise  # the response has no status yet
@@ -111,9 +111,9 @@ class _Events:
             return frames + self._frame(delta)
         return frames + self._more(part.text)
 
-    def end(self, answer: Answer, reason: str) -> bytes:
+    def end(self, answer: Answer, reason: str, *, cuts_call: bool) -> bytes:
         status = self._responding.status_of(reason)
-        frames = self._done(status)
+        frames = self._done(self._responding.status_of(reason, cuts_call=cuts_call))
         response = self._responding.end(answer, reason)
         return frames + self._frame(
             ResponseEvent(type=f"response.{status}", response=response, sequence_number=0)

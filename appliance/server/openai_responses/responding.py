@@ -74,7 +74,7 @@ class Responding:
         for parts, tokens in whole.reported or [(whole.all_parts, ())]:
             for part, logprobs in self.with_logprobs(parts, tokens):
                 self.output.push(part, logprobs)
-        self.output.close(self.status_of(whole.finish_reason))
+        self.output.close(self.status_of(whole.finish_reason, cuts_call=whole.cuts_call))
         return self.end(answer, whole.finish_reason)
 
     def with_logprobs(
@@ -88,8 +88,10 @@ class Responding:
                 logprobs, tokens = chat_logprobs(own, self._tokenizer).content, ()
             yield part, logprobs
 
-    def status_of(self, reason: str) -> Status:
-        return "completed" if reason == FinishReason.STOP.value else "incomplete"
+    def status_of(self, reason: str, *, cuts_call: bool = False) -> Status:
+        """Return the status of a response that ends so; with `cuts_call`, of its last item."""
+        is_whole = reason == FinishReason.STOP.value and not cuts_call
+        return "completed" if is_whole else "incomplete"
 
     def end(self, answer: Answer, reason: str) -> ResponseObject:
         response = self.response
