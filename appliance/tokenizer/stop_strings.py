@@ -26,10 +26,11 @@ class StopStringMatcher:
         """Add text.
 
         Returns:
-            The text that no stop string can include, and True if one is complete. After a match,
-                drops
-            the rest of the text.
+            The text that no stop string can include, and True if one is complete; text behind a
+            match is dropped, of later calls too.
         """
+        if self.matched:
+            return "", True
         if not self._held and self._openings.isdisjoint(text):
             return text, False  # the usual case
         if self._fallbacks is None:
@@ -38,7 +39,7 @@ class StopStringMatcher:
         for end in range(before, len(text)):
             for number, stop in enumerate(self._stop):
                 if self._advance(number, text[end]) == len(stop):
-                    self.matched = stop
+                    self.matched, self._held = stop, ""
                     return text[: end + 1 - len(stop)], True
         shown = len(text) - max(self._matched)
         self._held = text[shown:]

@@ -66,3 +66,21 @@ def test_no_more_is_held_back_than_needed(pieces: list[str], stop: str) -> None:
 )
 def test_examples(stop: tuple[str, ...], pieces: list[str], result: tuple[str, bool]) -> None:
     assert feed(StopStringMatcher(stop), pieces) == result
+
+
+@given(
+    pieces=st.lists(ALPHABET, max_size=6),
+    later=st.lists(ALPHABET, max_size=6),
+    stop=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_text_behind_a_match_is_dropped(
+    pieces: list[str], later: list[str], stop: list[str]
+) -> None:
+    """Tokens of a step that arrive after the stop string."""
+    matcher = StopStringMatcher(tuple(stop))
+    feed(matcher, [*pieces, stop[0]])
+    found = matcher.matched
+    assert found
+    for piece in [*later, "x", stop[0]]:
+        assert matcher.push(piece) == ("", True)
+    assert (matcher.matched, matcher.flush()) == (found, "")
