@@ -35,6 +35,7 @@ def test_address_key_and_model_are_those_of_the_settings(write_config: WriteConf
     provider = json.loads(result.stdout)["provider"]["home"]
     assert provider["options"] == {"baseURL": "http://127.0.0.1:9/v1", "apiKey": KEY}
     assert provider["models"] == {"mine": {}}
+    assert "note: no answer" in result.stderr, "beside the file that standard output goes to"
     result = call("opencode")
     assert "note: no answer" in result.stderr
     assert result.exit_code == 0

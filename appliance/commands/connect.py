@@ -53,9 +53,9 @@ def connect(
                 f"{recipe.title} is set up by hand; `appliance connect {name}` says how"
             )
         typer.echo(text)
-        return
-    for step in recipe.steps(connection):
-        typer.echo(f"{step.text}\n" + (f"\n{step.code}\n" if step.code else ""))
+    else:
+        for step in recipe.steps(connection):
+            typer.echo(f"{step.text}\n" + (f"\n{step.code}\n" if step.code else ""))
     for note in notes:
         typer.echo(f"note: {note}", err=True)
 
