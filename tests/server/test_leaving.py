@@ -53,7 +53,7 @@ class Asked:
 
     async def leave(self) -> None:
         self._client.gone.set()
-        await asyncio.gather(self.task, return_exceptions=True)
+        await self._client.ended(self.task)
 
 
 async def leave_all(running: Running, is_there: Callable[[], bool], calls: list[Call]) -> set[str]:

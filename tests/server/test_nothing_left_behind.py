@@ -175,7 +175,7 @@ class Door:
 
         task = asyncio.ensure_future(run())
         client.cancel = task.cancel
-        await asyncio.gather(task, return_exceptions=True)
+        await client.ended(task)
         await until(lambda: asyncio.all_tasks() <= self._tasks)
         running.server.use.begin("alice", 0).end()  # raises if its only place is taken
         assert running.server.num_open == 0

@@ -40,6 +40,7 @@ FIELDS: dict[str, Any] = {
 }
 PATHS = {"model_id": "echo", "name": "sql", "index": "0", "path": "app.js"}
 ENDLESS = "/admin/v1/events"
+ENDS_IN = 60.0  # seconds, within which only a hang does not
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,16 @@ class Client:
     @property
     def content(self) -> bytes:
         return b"".join(one.get("body", b"") for one in self.messages)
+
+    async def ended(self, task: asyncio.Task[None]) -> None:
+        """Wait until the task that answers ends, as it does soon when the client is gone."""
+        _, goes_on = await asyncio.wait([task], timeout=ENDS_IN)
+        for one in goes_on:
+            one.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        left = " though its client has left" if self.gone.is_set() else ""
+        words = f"the answer of {self.scope['path']} goes on after {ENDS_IN:.0f} seconds{left}"
+        assert not goes_on, words
 
     async def receive(self) -> Message:
         if self._incoming:
