@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -49,26 +50,54 @@ def request_memory(
     Raises:
         ConfigError: the device does not support a setting.
     """
-    execution: Execution
     config = settings_for(config, source)
-    if gpu_bytes is None:
-        precision, _ = choose_precision(config, source)
-        execution, _ = choose_execution(config, precision, source, config.threads or 1)
-    else:
-        import torch
-
-        from appliance.engine.execution.fallback_execution import FallbackExecution
-        from appliance.engine.execution.torch_execution import TorchExecution
-        from appliance.kernels.backend import select_backend
-
-        gpu = torch.device("cuda")
-        precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
-        execution = TorchExecution(precision, select_backend(gpu))
-        if source.fallback is not None:
-            execution = FallbackExecution(execution)
+    precision, execution = _execution_on(config, source, gpu_bytes)
     num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
     draft = open_draft(config, source, execution)
     return execution, memory_of(config, source, precision, execution, num_open, draft, gpu_bytes)
+
+
+def with_other_cache(
+    request: MemoryRequest, config: EngineConfig, source: ModelSource, gpu_bytes: int | None
+) -> MemoryRequest:
+    """Change the KV precision of a request without a draft model; weights are not measured again.
+
+    Args:
+        config: the request's own, but for `kv_cache_dtype`.
+        gpu_bytes: as for `request_memory`.
+
+    Raises:
+        ConfigError: the device does not support the precision.
+    """
+    precision, execution = _execution_on(config, source, gpu_bytes)
+    num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
+    return replace(
+        request,
+        kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
+        kv_format=in_words(precision),
+        block_size=precision.block_size,
+        open_bytes=num_open * execution.open_block_bytes(source.spec),
+    )
+
+
+def _execution_on(
+    config: EngineConfig, source: ModelSource, gpu_bytes: int | None
+) -> tuple[Precision, Execution]:
+    """Choose what would run a model here, or on a GPU that need not be here."""
+    if gpu_bytes is None:
+        precision, _ = choose_precision(config, source)
+        execution, _ = choose_execution(config, precision, source, config.threads or 1)
+        return precision, execution
+    import torch
+
+    from appliance.engine.execution.fallback_execution import FallbackExecution
+    from appliance.engine.execution.torch_execution import TorchExecution
+    from appliance.kernels.backend import select_backend
+
+    gpu = torch.device("cuda")
+    precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
+    on_gpu = TorchExecution(precision, select_backend(gpu))
+    return precision, FallbackExecution(on_gpu) if source.fallback is not None else on_gpu
 
 
 def choose_precision(

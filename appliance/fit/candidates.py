@@ -11,7 +11,7 @@ import msgspec
 from appliance.engine.expert_placement.prediction import token_time
 from appliance.engine.expert_placement.split import LayerExperts
 from appliance.engine.memory_plan import plan_memory
-from appliance.engine.memory_request import request_memory
+from appliance.engine.memory_request import request_memory, with_other_cache
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.narrowed import narrowed
 
@@ -98,32 +98,51 @@ def candidates(
         raise ConfigError(f"this model was made for {most:,} tokens; ask for that or less")
     wanted = context_length or most
     forms = {name: narrowed(source, bits) for name, bits in ROUNDED.items()}
+    saved = {name: _saved_bytes(source, bits) for name, bits in _QUANTIZED.items()}
+    measured: dict[str, MemoryRequest] = {}  # by weights, with the first cache
     found: list[FitRow] = []
     for kv in KV_WORDS:
         chosen = msgspec.structs.replace(
             config, kv_cache_dtype=kv, max_num_seqs=max(config.max_num_seqs, streams)
         )
         try:
-            _, request = request_memory(chosen, source, place.gpu_bytes)
+            if not measured or measured[AS_IT_IS].draft_bytes:
+                measured = _measured(chosen, source, forms, place)
+            sized = {
+                weights: with_other_cache(one, chosen, source, place.gpu_bytes)
+                for weights, one in measured.items()
+            }
         except ConfigError:
             continue  # not on this device
+        request = sized[AS_IT_IS]
         if kv != "auto" and any(one.kv_format == request.kv_format for one in found):
             continue
-        sized = {AS_IT_IS: request}
-        for weights, form in forms.items():
-            if form is not None:
-                rounded = msgspec.structs.replace(chosen, weight_bits=ROUNDED[weights])
-                _, sized[weights] = request_memory(rounded, form, place.gpu_bytes)
         for weights, bits in _QUANTIZED.items():
-            saved = _saved_bytes(source, bits)
-            if saved is not None:
-                left, experts = request.weight_bytes - saved, _quantized(request.experts, bits)
+            less = saved[weights]
+            if less is not None:
+                left, experts = request.weight_bytes - less, _quantized(request.experts, bits)
                 sized[weights] = replace(request, weight_bytes=left, experts=experts)
         found += [
             _candidate(source, one, place, weights, kv, wanted, streams)
             for weights, one in sized.items()
         ]
     return sorted(found, key=_rank)
+
+
+def _measured(
+    config: EngineConfig,
+    source: ModelSource,
+    forms: dict[str, ModelSource | None],
+    place: ModelPlace,
+) -> dict[str, MemoryRequest]:
+    """Measure the weights as they are, and in the forms that `serve` rounds them to."""
+    _, request = request_memory(config, source, place.gpu_bytes)
+    found = {AS_IT_IS: request}
+    for weights, form in forms.items():
+        if form is not None:
+            rounded = msgspec.structs.replace(config, weight_bits=ROUNDED[weights])
+            _, found[weights] = request_memory(rounded, form, place.gpu_bytes)
+    return found
 
 
 def _candidate(

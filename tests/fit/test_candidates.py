@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,20 @@ def test_rounding_while_loading_is_offered_with_the_plan_of_serve(dense: Path) -
     _, request = request_memory(EngineConfig(max_model_len=2048), source, place.gpu_bytes)
     with pytest.raises(MemoryPlanError, match="--weight-bits 4 would fit"):
         plan_memory(request)
+
+
+def test_each_cache_is_offered_with_the_plan_of_serve(dense: Path) -> None:
+    source, place = open_model(dense), place_of("RTX 3090", EngineConfig())
+    found = candidates(source, EngineConfig(), place)
+    rows = [one for one in found if one.weights == "as it is"]
+    assert {one.kv_format for one in rows} == {"bf16", "int8", "int4-sealed"}
+    for row in rows:
+        assert row.plan is not None
+        config = EngineConfig(kv_cache_dtype=row.kv, max_model_len=row.context_length)
+        _, request = request_memory(config, source, place.gpu_bytes)
+        served = plan_memory(replace(request, kv_cache_memory=row.plan.kv_bytes))
+        for size in ("num_blocks", "block_size", "weight_bytes", "workspace_bytes"):
+            assert getattr(row.plan, size) == getattr(served, size), size
 
 
 def test_a_card_that_is_too_small_leaves_experts_in_host_memory(tmp_path: Path) -> None:
