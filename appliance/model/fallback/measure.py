@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from appliance.model.fallback.own_cache import Begun, Held
 
 _FEW, _SOME = 8, 32
-_LOOP_SECONDS = 1e-4  # for each row and more: modules that go row by row
 # Beyond the usual windows, where the time suffices: classes that go row by row take longer.
 _LONGEST = 8192
 _SECONDS = 2.0
@@ -120,18 +119,14 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _measured(begun: Begun, context: int, reason: str, *, has_limit: bool) -> OwnCacheSpec:
     few, some = min(_FEW, context // 8), min(_SOME, context // 4)
-    begin_time = time.perf_counter()
-    _, held = begun.read(_ids(few), None)
-    middle = time.perf_counter()
-    _, held = begun.read(_ids(some), held)
-    a_row = max((time.perf_counter() - middle) - (middle - begin_time), 0.0) / some
-    affordable = _LONGEST if a_row < _LOOP_SECONDS else int(_SECONDS / a_row)
+    affordable = _affordable(begun, (few, some, min(8 * some, context)))
     longest = min(max(affordable, 3 * some), context) - few  # which the last pass reaches
     # One token before a power of two, where most of them wait for others to be compressed with.
     longest = (1 << (longest + 1).bit_length() - 1) - 1
     sizes, passes, before = {}, [], 0
+    held: Held | None = None
     for length in (longest // 2, longest):
-        _, held = begun.read(_ids(length - before - 1), held if before else None)
+        _, held = begun.read(_ids(length - before - 1), held)
         before = length
         _, held = begun.read(_ids(1), held)
         sizes[length] = _bytes_of(held)
@@ -143,6 +138,26 @@ def _measured(begun: Begun, context: int, reason: str, *, has_limit: bool) -> Ow
     token = max((more - less) / (longer - shorter), 0.0)
     fixed = math.ceil(max(size - token * length for length, size in sizes.items()))
     return OwnCacheSpec(max(fixed, 1), max(math.ceil(token), 1), _plane(passes), reason, has_limit)
+
+
+def _affordable(begun: Begun, counts: tuple[int, ...]) -> int:
+    """Return the rows for which the time suffices: all, but of modules that go row by row.
+
+    A longer pass must take clearly longer, as a busy machine does not run two passes alike.
+    """
+    few, *longer = counts
+    base = _seconds(begun, few)
+    for rows in longer:
+        more = _seconds(begun, rows) - base
+        if more > base / 2:
+            return min(int(_SECONDS * (rows - few) / more), _LONGEST)
+    return _LONGEST
+
+
+def _seconds(begun: Begun, rows: int) -> float:
+    before = time.thread_time()
+    begun.read(_ids(rows), None)
+    return time.thread_time() - before
 
 
 def _bytes_of(held: Held) -> int:

@@ -6,6 +6,9 @@ All classes are tried by hand: APPLIANCE_TEST_CLASSES=all, or names of some.
 from __future__ import annotations
 
 import os
+import time
+from functools import partial
+from itertools import accumulate, chain, repeat
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import CPU
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.fallback.loader import load_fallback
+from appliance.model.fallback.measure import measured
 from appliance.model.fallback.operations import LibraryOperations, TorchOperations
 from appliance.model.fallback.own_cache import Begun, goes_on_with_several, tensors_in
 from appliance.model.source import open_model
@@ -131,3 +135,14 @@ def test_a_class_whose_rows_see_ahead_is_refused_by_what_it_answers(ahead: bool)
         return
     with pytest.raises(UnsupportedModelError, match="otherwise than the whole at once"):
         goes_on_with_several(begun, 97, torch.device("cpu"))
+
+
+def test_a_busy_machine_does_not_change_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("recurrent_gemma", **sizes_of("recurrent_gemma")).to("meta")
+    found = []
+    for slower in (0.0, 0.9):
+        clock = accumulate(chain([0.0, 3.0], repeat(3.0 + slower)))  # seconds of a pass
+        for name in ("perf_counter", "thread_time"):
+            monkeypatch.setattr(time, name, partial(next, clock))
+        found.append(measured(model, model.model, 512, "", has_limit=True).spec)
+    assert found[0] == found[1]
