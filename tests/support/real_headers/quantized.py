@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,7 +199,8 @@ class Quantization:
     encode: Callable[[str, tuple[int, ...]], Encode | None]
     kv_scales: bool = False
     parts_experts: bool = False
-    _of_shapes: dict[Any, tuple[Parts, Tensor] | None] = field(default_factory=dict, compare=False)
+    _of_names: dict[Any, Encode | None] = field(default_factory=dict, compare=False)
+    _of_shapes: dict[Any, tuple[Parts, Tensor]] = field(default_factory=dict, compare=False)
 
     def tensors(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return a tensor's parts by name, and the tensor that they stand for."""
@@ -217,15 +219,18 @@ class Quantization:
         return found, dense
 
     def _encoded(self, name: str, tensor: Tensor) -> tuple[Parts, Tensor] | None:
-        """Encode a tensor; one without content once for all experts of a layer."""
-        key = (re.sub(r"\.experts\.\d+\.", ".experts.", name), tensor.shape, tensor.dtype)
-        if tensor.is_meta and key in self._of_shapes:
-            return self._of_shapes[key]
-        encode = self.encode(name, tuple(tensor.shape))
-        found = None if encode is None else encode(tensor)
-        if tensor.is_meta:
-            self._of_shapes[key] = found
-        return found
+        """Encode a tensor; one without content once for all of its form, type and shape."""
+        if not tensor.is_meta:
+            encode = self.encode(name, tuple(tensor.shape))
+            return None if encode is None else encode(tensor)
+        place = (re.sub(r"\.experts\.\d+\.", ".experts.", name), tensor.shape)
+        if place not in self._of_names:
+            self._of_names[place] = self.encode(name, tuple(tensor.shape))
+        encode = self._of_names[place]
+        key = (encode, tensor.shape, tensor.dtype)
+        if encode is not None and key not in self._of_shapes:
+            self._of_shapes[key] = encode(tensor)
+        return self._of_shapes.get(key)
 
     def _of_experts(self, base: str, kind: str, stack: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Store each expert's matrices apart, if any of them is quantized."""
@@ -234,6 +239,12 @@ class Quantization:
         if self.encode(first, tuple(stack.shape[1:])) is None:
             return {f"{base}.{kind}": stack}, stack
         found: dict[str, Tensor] = {}
+        if stack.is_meta:  # all alike
+            alike = stack[0].chunk(len(names))
+            for i in range(len(stack)):
+                for name, matrix in zip(names, alike, strict=True):
+                    found |= self.tensors(f"{base}.{i}.{name}.weight", matrix)[0]
+            return found, stack
         experts = []
         for i, matrices in enumerate(stack):
             dense = []
@@ -270,6 +281,12 @@ def quantization_of(header: Header) -> Quantization | None:
     return known[method](config)
 
 
+@cache
+def _with(encode: Callable[..., tuple[Parts, Tensor]], *given: Any, **named: Any) -> Encode:
+    """Return one object for an encoder and its settings, by which results are found again."""
+    return lambda weight: encode(weight, *given, **named)
+
+
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     module = name.removesuffix(".weight")
     return (
@@ -292,9 +309,8 @@ def _of_fp8(config: dict[str, Any]) -> Quantization:
         ):
             return None
         if blocks:
-            return lambda weight: fp8_blocks(weight, *blocks)
-        given = ".activation_scale" if is_static else None
-        return lambda weight: fp8_tensor(weight, ".weight_scale_inv", given)
+            return _with(fp8_blocks, *blocks)
+        return _with(fp8_tensor, ".weight_scale_inv", ".activation_scale" if is_static else None)
 
     return Quantization(encode)
 
@@ -327,9 +343,9 @@ def _of_modelopt(config: dict[str, Any]) -> Quantization:
             case "NVFP4":
                 return nvfp4
             case "W4A16_NVFP4":
-                return lambda weight: nvfp4(weight, None)
+                return _with(nvfp4, None)
             case "FP8":
-                return lambda weight: fp8_tensor(weight, ".weight_scale", ".input_scale")
+                return _with(fp8_tensor, ".weight_scale", ".input_scale")
             case other:
                 raise UnknownFormError(f"quant_algo {other!r}")
 
@@ -352,7 +368,7 @@ def _of_awq(config: dict[str, Any]) -> Quantization:
     def encode(name: str, shape: tuple[int, ...]) -> Encode | None:
         if not _is_linear(name, shape) or _matches(name, ignored):
             return None
-        return lambda weight: awq(weight, bits, group, symmetric=symmetric)
+        return _with(awq, bits, group, symmetric=symmetric)
 
     return Quantization(encode)
 
@@ -365,9 +381,7 @@ def _of_gptq(config: dict[str, Any]) -> Quantization:
     def encode(name: str, shape: tuple[int, ...]) -> Encode | None:
         if not _is_linear(name, shape):
             return None
-        return lambda weight: gptq(
-            weight, bits, group, symmetric=symmetric, ordered=True, less=less
-        )
+        return _with(gptq, bits, group, symmetric=symmetric, ordered=True, less=less)
 
     return Quantization(encode)
 
@@ -385,11 +399,9 @@ def _of_auto_round(config: dict[str, Any]) -> Quantization:
         if not inside or not _is_linear(name, shape):
             return None
         if packing.endswith("awq"):
-            return lambda weight: awq(weight, bits, group, symmetric=symmetric)
+            return _with(awq, bits, group, symmetric=symmetric)
         less = 0 if packing == "auto_round" or packing.endswith("gptqmodel") else 1
-        return lambda weight: gptq(
-            weight, bits, group, symmetric=symmetric, ordered=False, less=less
-        )
+        return _with(gptq, bits, group, symmetric=symmetric, ordered=False, less=less)
 
     return Quantization(encode)
 
@@ -414,18 +426,18 @@ def _of_compressed(config: dict[str, Any]) -> Quantization:
         ):
             return None
         if form == "pack-quantized":
-            return lambda weight: packed_ints(weight, weights["num_bits"], weights["group_size"])
+            return _with(packed_ints, weights["num_bits"], weights["group_size"])
         if form == "int-quantized":
             return whole_ints
         if form == "nvfp4-pack-quantized":
-            return lambda weight: nvfp4(weight, "given" if inputs else None, divides=True)
+            return _with(nvfp4, "given" if inputs else None, divides=True)
         if form in ("float-quantized", "naive-quantized"):
             if weights["strategy"] == "channel":
                 return fp8_rows
             if weights["strategy"] == "tensor":
                 static = inputs is not None and not inputs.get("dynamic")
                 given = ".input_scale" if static else None
-                return lambda weight: fp8_tensor(weight, ".weight_scale", given)
+                return _with(fp8_tensor, ".weight_scale", given)
         raise UnknownFormError(f"format {form!r} with strategy {weights.get('strategy')!r}")
 
     return Quantization(encode)

@@ -13,6 +13,7 @@ FAMILIES: dict[str, str] = {
     "falcon_perception": _CODE,
     "molmo": _CODE,
     "nemotron-nas": _CODE,
+    "phi4mm": _CODE,
     "None": _CODE,  # MiniCPM 3 without its model_type
     # Families of ours whose class only their makers publish: the names of their tensors are not
     # known here, so the folder that is tried lacks them. tests/model/test_makers.py compares them.

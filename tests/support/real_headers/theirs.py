@@ -23,9 +23,14 @@ _NOT_THEIRS = (
 
 # Of models whose parts are models: section, class and prefix of the one that gives text.
 _TEXT_PARTS = {
+    "deepseek_vl_v2": ("language_config", "DeepseekV2ForCausalLM", "language."),
+    "gemma3n": ("text_config", "Gemma3nForCausalLM", "model.language_model."),
     "internvl_chat": ("llm_config", "", "language_model."),
     "kimi_k25": ("text_config", "DeepseekV3ForCausalLM", "language_model."),
+    "kimi_vl": ("text_config", "DeepseekV3ForCausalLM", "language_model."),
     "locateanything": ("text_config", "Qwen2ForCausalLM", "language_model."),
+    "ovis": ("llm_config", "", "llm."),
+    "ovis2_5": ("llm_config", "", "llm."),
     "qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration", "thinker."),
     "qwen3_omni_moe": ("thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration", "thinker."),
 }
@@ -53,6 +58,11 @@ def part_of(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return config, ""
     section, name, prefix = _TEXT_PARTS[model_type]
     return {**config[section], **({"architectures": [name]} if name else {})}, prefix
+
+
+def placed(prefix: str, name: str) -> str:
+    """Return the name that a tensor of a text part has in the whole's file."""
+    return prefix + (name.removeprefix("model.") if prefix.startswith("model.") else name)
 
 
 def class_of(config: dict[str, Any]) -> Any:
@@ -100,12 +110,21 @@ def config_of(config: dict[str, Any], folder: Path) -> Any:
     (folder / "config.json").write_text(json.dumps(plain))
     found = transformers.AutoConfig.from_pretrained(folder)
     text = found.get_text_config()
-    if text is not found and text.hidden_size != text_section(config).get("hidden_size"):
+    if text is not found and _is_unread(text, text_section(config)):
         # A flat config of old, of which this class reads the defaults of its sections only.
         plain = {**plain, "text_config": {**plain, "model_type": text.model_type}}
         (folder / "config.json").write_text(json.dumps(plain))
         found = transformers.AutoConfig.from_pretrained(folder)
     return found
+
+
+def _is_unread(text: Any, given: dict[str, Any]) -> bool:
+    """Return True if a text part has its class's defaults in place of what a config gives."""
+    share = given.get("partial_rotary_factor")
+    rope = getattr(text, "rope_parameters", None) or {}
+    keys = ("hidden_size", "num_hidden_layers", "vocab_size")
+    has_other_size = any(key in given and getattr(text, key, 0) != given[key] for key in keys)
+    return has_other_size or (share is not None and rope.get("partial_rotary_factor") != share)
 
 
 def with_towers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -151,35 +170,53 @@ def with_sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**config, place: {**config[place], **missing}} if place else {**config, **missing}
 
 
-def hub_tensors(config: dict[str, Any], folder: Path, *, whole: bool) -> dict[str, Tensor]:
-    """Make a model's tensors under the names that a hub has.
-
-    Args:
-        whole: without content, on the device meta; else float32 with random content.
+def without_content(config: dict[str, Any], folder: Path) -> Any:
+    """Make transformers' model of a config on the device meta.
 
     Raises:
         NoClassError: see `class_of`.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     made = class_of(config)
     settings = config_of(config, folder)
     try:
         with torch.device("meta"):
-            model = made(settings).eval()
+            return made(settings).eval()
     except Exception as error:
         raise NoClassError(f"{made.__name__}: {type(error).__name__} {error}") from error
-    if not whole:
+
+
+def with_content(config: dict[str, Any], folder: Path) -> Any:
+    """Make transformers' model of a config in float32, with random weights.
+
+    Raises:
+        NoClassError: see `class_of`.
+        TooLargeError: it is no small model.
+    """
+    model = without_content(config, folder)
+    if model.num_parameters() > MOST_PARAMETERS:
         largest = max(model.named_parameters(), key=lambda item: item[1].numel())
-        if model.num_parameters() > MOST_PARAMETERS:
-            raise TooLargeError(f"{largest[0]} of {tuple(largest[1].shape)}")
-        with torch.device("cpu"), _default_dtype(torch.float32):
-            model = made(settings).eval()
-        _fill(model)
+        raise TooLargeError(f"{largest[0]} of {tuple(largest[1].shape)}")
+    with torch.device("cpu"), _default_dtype(torch.float32):
+        model = type(model)(model.config).eval()
+    _fill(model)
+    return model
+
+
+def hub_tensors(model: Any) -> dict[str, Tensor]:
+    """List a model's tensors under the names that a hub has."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     state = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     state = {name: tensor for name, tensor in state.items() if name not in tied}
     return dict(revert_weight_conversion(model, state))
+
+
+def num_of_text(model: Any) -> int:
+    """Count the weights of a model's part that reads and writes text."""
+    parts = [model.get_decoder(), model.get_output_embeddings()]
+    found = {id(each): each for part in parts if part is not None for each in part.parameters()}
+    return sum(each.numel() for each in found.values())
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
@@ -210,6 +247,8 @@ def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
     run = model.language_model if settings.model_type == "llama4" else model
     with torch.inference_mode():
         logits: Tensor = run.eval()(torch.tensor([token_ids]), **extra).logits[0]
+    if settings.model_type == "cohere2_vision":  # its class leaves out what the text's has
+        logits = logits * text.logit_scale
     return logits.float()
 
 

@@ -8,13 +8,14 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
 from appliance.engine.memory_plan import plan_memory
-from appliance.engine.memory_request import request_memory
+from appliance.engine.memory_request import request_memory, with_other_cache
 from appliance.errors import ApplianceError
 from appliance.fit.candidates import candidates
 from appliance.fit.place import ModelPlace
@@ -23,6 +24,7 @@ from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import TorchOperations
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
+from real_headers.caches import kept, kept_in_all
 from real_headers.header import INDEX, Header
 from real_headers.quantized import UnknownFormError, quantization_of
 from real_headers.refusals import OTHER_TOTALS
@@ -31,14 +33,18 @@ from real_headers.theirs import (
     NoClassError,
     TooLargeError,
     hub_tensors,
+    num_of_text,
     part_of,
+    placed,
     reference_logits,
+    with_content,
     with_sizes,
     with_towers,
+    without_content,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Iterator, Set
     from pathlib import Path
 
     from torch import Tensor
@@ -52,8 +58,10 @@ _NAMES = {
     torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
+_SIZES = {name: torch.empty(0, dtype=dtype).element_size() for dtype, name in _NAMES.items()}
 _ENOUGH = 1 << 43  # bytes of an imagined machine, which holds any model
 LOGITS, SIZES = 1e-4, 0.02  # largest relative differences
+_LONG, _MOST_SPARE = 4096, 1.5  # tokens read by a class with a cache of its own; its planned size
 _TOKENS = 45
 
 
@@ -64,10 +72,12 @@ class Outcome:
     Attributes:
         state: "ok", "refused", "wrong" or "untried".
         reason: of a refusal, what was said; else what is wrong or left out.
+        served: by what, if all is right.
     """
 
     state: str
     reason: str = ""
+    served: str = ""
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else self.state
@@ -96,7 +106,7 @@ def try_small(header: Header, folder: Path) -> Outcome:
         return Outcome("wrong", f"logits differ by {difference:.2g}, {same:.0%} of the tokens same")
     if source.spec.context_length not in (CONTEXT, _their_context(folder / "dense")):
         return Outcome("wrong", f"a context of {source.spec.context_length} tokens")
-    return Outcome("ok", f"{difference:.1e}")
+    return Outcome("ok", f"{difference:.1e}", _served(source))
 
 
 def _loaded(source: ModelSource, context: int | None) -> Executor[Any]:
@@ -133,11 +143,11 @@ def _with_quantization(header: Header, folder: Path) -> Outcome | None:
         config = scaled_down(whole, unit)
         part, prefix = part_of(config)
         try:
-            tensors = hub_tensors(part, folder / "dense", whole=False)
+            tensors = hub_tensors(with_content(part, folder / "dense"))
         except TooLargeError:  # sizes that its class has in place of missing ones
             config = scaled_down(with_sizes(whole, folder / "dense"), unit)
             part, prefix = part_of(config)
-            tensors = hub_tensors(part, folder / "dense", whole=False)
+            tensors = hub_tensors(with_content(part, folder / "dense"))
     except NoClassError as error:
         return _refused_unseen(header, folder, f"transformers has no class for {error}")
     except UnknownFormError as error:
@@ -149,7 +159,7 @@ def _with_quantization(header: Header, folder: Path) -> Outcome | None:
         parts, dense[name] = (
             ({name: tensor}, tensor) if form is None else form.tensors(name, tensor)
         )
-        stored |= {prefix + key: value for key, value in parts.items()}
+        stored |= {placed(prefix, key): value for key, value in parts.items()}
         dense[name] = dense[name].contiguous().clone()
     save_file(dense, folder / "dense" / "model.safetensors", {"format": "pt"})
     _write_settings(header, config, folder / "stored")
@@ -182,7 +192,7 @@ def try_whole(header: Header, folder: Path) -> Outcome:
     try:
         form = quantization_of(header)
         part, prefix = part_of(header.config)
-        tensors = hub_tensors(part, folder / "dense", whole=True)
+        model = without_content(part, folder / "dense")
     except NoClassError as error:
         return _refused_unseen(header, folder, f"transformers has no class for {error}")
     except UnknownFormError as error:
@@ -190,13 +200,13 @@ def try_whole(header: Header, folder: Path) -> Outcome:
     dtype = _dtype_of(header.config)
     entries: Entries = {}
     contents: dict[str, Tensor] = {}  # of what must be read to know a shape
-    for name, tensor in tensors.items():
+    for name, tensor in hub_tensors(model).items():
         parts = {name: tensor} if form is None else form.tensors(name, tensor)[0]
         for key, value in parts.items():
             kept = dtype if value is tensor else value.dtype
             if not value.is_meta:
-                contents[prefix + key] = value
-            entries[prefix + key] = _NAMES[kept], tuple(value.shape)
+                contents[placed(prefix, key)] = value
+            entries[placed(prefix, key)] = _NAMES[kept], tuple(value.shape)
     stored = folder / "stored"
     _write_settings(header, header.config, stored)
     wrong = _write_shards(header, stored, entries, contents)
@@ -204,17 +214,44 @@ def try_whole(header: Header, folder: Path) -> Outcome:
         return Outcome("wrong", wrong)
     try:
         source = open_model(stored, in_torch=False)
-        found = _planned(source)
     except ApplianceError as error:
         return Outcome("refused", str(error))
-    return _judged(header, source, entries, found)
+    return judged(header, source, model)
+
+
+def judged(header: Header, source: ModelSource, model: Any) -> Outcome:
+    """Plan a model's memory as `fit` and `serve` do, and compare it with what its makers say.
+
+    Args:
+        model: transformers', without content.
+    """
+    try:
+        plan = _planned(source)
+    except ApplianceError as error:
+        return Outcome("refused", str(error))
+    for problem in _problems(header, source, plan, model):
+        return Outcome("wrong", problem)
+    sizes = f"{plan.weight_bytes / 1e9:.2f} GB, {plan.context} tokens of {plan.kv_bytes} bytes"
+    return Outcome("ok", sizes, _served(source))
+
+
+def _served(source: ModelSource) -> str:
+    return "natively" if source.fallback is None else "by transformers' modules"
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    """What is planned.
+
+    Attributes:
+        kv_bytes: of a token on a GPU, with keys and values in 16 bits.
+        ways: to serve it, of `fit`.
+    """
+
     weight_bytes: int
     context: int
-    rows: int
+    kv_bytes: int
+    ways: int
 
 
 def _planned(source: ModelSource) -> _Plan:
@@ -222,46 +259,51 @@ def _planned(source: ModelSource) -> _Plan:
     config = EngineConfig(model="", device="cpu")
     _, request = request_memory(config, source)
     plan = plan_memory(replace(request, budget_bytes=_ENOUGH))
-    place = ModelPlace("an imagined GPU", 1000.0, _ENOUGH)
-    rows = candidates(source, config, place)
-    return _Plan(plan.weight_bytes, plan.context_length, len([row for row in rows if row.plan]))
+    rows = candidates(source, config, ModelPlace("an imagined GPU", 1000.0, _ENOUGH))
+    in_16_bits = msgspec.structs.replace(config, kv_cache_dtype="bf16")
+    on_gpu = with_other_cache(request, in_16_bits, source, _ENOUGH)
+    ways = len([row for row in rows if row.plan])
+    return _Plan(plan.weight_bytes, plan.context_length, on_gpu.kv_bytes_per_token, ways)
 
 
-def _judged(
-    header: Header,
-    source: ModelSource,
-    entries: Entries,
-    plan: _Plan,
-) -> Outcome:
+def _problems(header: Header, source: ModelSource, plan: _Plan, model: Any) -> Iterator[str]:
+    """Compare a plan with config.json, the index, and transformers' model and its cache."""
     text = text_section(header.config)
-    given = next(
-        (
-            text[key]
-            for key in ("max_position_embeddings", "seq_length", "n_positions")
-            if key in text
-        ),
-        None,
-    )
+    lengths = ("max_position_embeddings", "seq_length", "n_positions")
+    given = next((text[key] for key in lengths if key in text), None)
     if given is not None and "index_topk" in text and source.spec.own_cache is None:
         given = min(given, text["index_topk"])  # an indexer ends contexts
     if given is not None and plan.context != given:
-        return Outcome("wrong", f"a context of {plan.context}, and config.json says {given}")
-    if not plan.rows:
-        return Outcome("wrong", "fit finds no way to serve it")
+        yield f"a context of {plan.context}, and config.json says {given}"
+    if not plan.ways:
+        yield "fit finds no way to serve it"
     counted = sum(math.prod(slot.shape) for slot in source.slots())
-    if header.quantization is None and source.fallback is None:
-        names = set(source.weights.tensor_names())
-        size = sum(2 * math.prod(shape) for name, (_, shape) in entries.items() if name in names)
-        if abs(plan.weight_bytes / (2 * counted) - 1) > SIZES:
-            return Outcome("wrong", f"planned {plan.weight_bytes:,} bytes of weights of {size:,}")
+    theirs = num_of_text(model)
+    if abs(counted / theirs - 1) > SIZES:
+        yield f"{counted:,} weights, and transformers' class has {theirs:,}"
+    if header.quantization is None and abs(plan.weight_bytes / (2 * theirs) - 1) > SIZES:
+        yield f"planned {plan.weight_bytes:,} bytes of weights of {2 * theirs:,}"
     total = ((header.index or {}).get("metadata") or {}).get("total_size")
     left = any("text only" in note for note in source.weights.notes())
     is_other = OTHER_TOTALS.get(header.name) == total
     if total and header.quantization is None and not left and not is_other:
         parameters = total / torch.empty(0, dtype=_dtype_of(header.config)).element_size()
         if abs(counted / parameters - 1) > SIZES:
-            return Outcome("wrong", f"{counted:,} weights, and the index says {parameters:,.0f}")
-    return Outcome("ok", f"{plan.weight_bytes / 1e9:.2f} GB, {plan.context} tokens")
+            yield f"{counted:,} weights, and the index says {parameters:,.0f}"
+    if (own := source.spec.own_cache) is not None:
+        of_all = 4 * kept_in_all(model, _LONG)  # float32, as on a CPU
+        planned = own.fixed_bytes + own.token_bytes * _LONG
+        if not of_all * (1 - SIZES) <= planned <= _MOST_SPARE * of_all:
+            yield f"{planned:,} bytes of {_LONG} tokens' cache of {of_all:,}"
+        return
+    held = kept(model, header.config)
+    if plan.kv_bytes != 2 * held.of_token:
+        yield f"{plan.kv_bytes:,} bytes of a token's cache of {2 * held.of_token:,}"
+    state = sum(
+        math.prod(shape) for mixer in source.spec.recurrent_layers.values() for shape in mixer.state
+    )
+    if state != held.of_sequence:
+        yield f"{state:,} numbers of a sequence's state of {held.of_sequence:,}"
 
 
 def _dtype_of(config: dict[str, Any]) -> torch.dtype:
@@ -306,7 +348,8 @@ def _as_named(entries: Entries, names: Set[str]) -> Entries:
     deeper = "model.language_model."
     is_deeper = any(name.startswith(deeper) for name in names)
     for name, (dtype, shape) in entries.items():
-        if is_deeper and name.startswith("model.") and not name.startswith(deeper):
+        is_own = name in names or name.startswith(deeper)
+        if is_deeper and name.startswith("model.") and not is_own:
             name = deeper + name.removeprefix("model.")
         base, _, kind = name.rpartition(".")
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
@@ -322,13 +365,12 @@ def _as_named(entries: Entries, names: Set[str]) -> Entries:
 
 def _write_sparse(path: Path, entries: Entries, contents: dict[str, Tensor] | None = None) -> None:
     """Write a safetensors file of the right length, with a hole for its data but `contents`."""
-    sizes = {name: dtype for dtype, name in _NAMES.items()}
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in entries.items():
         start = end
-        end += math.prod(shape) * torch.empty(0, dtype=sizes[dtype]).element_size()
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        end += math.prod(shape) * _SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
