@@ -29,11 +29,21 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bloom", "zaya"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model of transformers, and the folder that it was written to."""
-    folder = tmp_path_factory.mktemp(request.param)
-    made = write_sure_model(request.param, folder, **sizes_of(request.param))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model of transformers whose cache grows, and the folder that it was written to."""
+    return written("bloom", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same of one with a state that does not grow beside what does."""
+    return written("zaya", tmp_path_factory)
+
+
+def written(name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp(name)
+    made = write_sure_model(name, folder, **sizes_of(name))
     made.generation_config.pad_token_id = 0
     return made, folder
 
@@ -83,10 +93,11 @@ def watched(engine: LLMEngine) -> list[int]:
     return noted
 
 
+@pytest.mark.parametrize("name", ["model", "layered"])
 def test_answers_equal_transformers_side_by_side_after_each_other_and_preempted(
-    model: Any,
+    name: str, request: pytest.FixtureRequest
 ) -> None:
-    made, folder = model
+    made, folder = request.getfixturevalue(name)
     wanted = [by_transformers(made, prompt, TOKENS) for prompt in PROMPTS]
     assert len({token for answer in wanted for token in answer}) > 3
     roomy = load(folder)
@@ -112,8 +123,8 @@ def test_a_text_that_fills_the_context_is_that_of_transformers(model: Any) -> No
     assert noted[-1] < max(noted), "what has ended is dropped with the next step"
 
 
-def test_siblings_and_beams_go_on_with_copies(model: Any) -> None:
-    made, folder = model
+def test_siblings_and_beams_go_on_with_copies(layered: Any) -> None:
+    made, folder = layered
     prompt = PROMPTS[0]
     engine = load(folder)
     watched(engine)

@@ -28,7 +28,6 @@ _LATENT = {
     "n_routed_experts": 4,
 }
 _INDEX = {"index_topk": 5, "index_n_heads": 8, "index_head_dim": 16}
-_THREE = ["linear_attention", "full_attention", "linear_attention"]
 # A state that is not described; positions that are compressed, indexed or biased; states that lie
 # in modules; layers that share matrices; windows and convolutions at once.
 OWN_CACHES: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
         **_INDEX,
     },
     "diffllama": {},
-    "doge": {},
+    "doge": {"num_experts": 4},
     "falcon_mamba": {"state_size": 16},
     "hy_v4": _LATENT | _INDEX | _EXPERTS | {"n_group": 1, "topk_group": 1, "head_dim": 8},
     "inkling_text": {
@@ -83,7 +82,6 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
     "lara_mini": {},
     "mamba": {"state_size": 16},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 16},
-    "minimax": {"layer_types": _THREE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
     "qwen4_exp_text": {
         "num_hidden_layers": 4,

@@ -35,6 +35,7 @@ from appliance.model.fallback.modules import (
     LaidOutEmbedding,
     LaidOutLinear,
     NoDropout,
+    WeightType,
 )
 from appliance.model.fallback.own_cache import (
     Attributes,
@@ -240,7 +241,7 @@ class _Layout:
             self.nbytes += linear.nbytes
         else:
             self._count(weight, linear)
-        return LaidOutLinear(linear, self._operations.dtype)
+        return LaidOutLinear(linear, self._operations.dtype, self._operations.device)
 
     def _experts(self, name: str, module: Any) -> LaidOutExperts:
         into, out = stacked_parts(module)
@@ -305,7 +306,8 @@ class _Layout:
             self.nbytes += _bytes_in(weight, self._dtype)
         linear = None if shared is None else shared.linear
         scale = getattr(module, "embed_scale", 1.0)
-        return LaidOutEmbedding(self._operations.look_up(weight, linear), scale)
+        kind = WeightType(self._operations.dtype, self._operations.device)
+        return LaidOutEmbedding(self._operations.look_up(weight, linear), scale, kind)
 
     def _parameters(self, prefix: str, module: nn.Module) -> None:
         """Load what is neither a linear nor an embedding: norms, sinks, kept buffers."""

@@ -6,7 +6,7 @@ looks for some.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     from appliance.kernels.operations import Linear
 
 
+class WeightType(NamedTuple):
+    """Type and device of a weight that is laid out; whoever wants its numbers fails at once."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
 class LaidOutLinear(nn.Module):
     """A linear in the engine's layout."""
 
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.linear = linear
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.weight = torch.empty(0, dtype=dtype)  # some modules ask for its type
+        self.weight = WeightType(dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x (..., in_features) to (..., out_features)."""
@@ -38,10 +45,13 @@ class LaidOutLinear(nn.Module):
 class LaidOutEmbedding(nn.Module):
     """An embedding in the engine's layout, whose rows may be multiplied by a number."""
 
-    def __init__(self, look_up: Callable[[Tensor], Tensor], scale: Tensor | float) -> None:
+    def __init__(
+        self, look_up: Callable[[Tensor], Tensor], scale: Tensor | float, weight: WeightType
+    ) -> None:
         super().__init__()
         self.look_up = look_up
         self.scale = scale
+        self.weight = weight
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Map ids of any shape to their rows."""
