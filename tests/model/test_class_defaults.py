@@ -26,6 +26,7 @@ from teacher_forcing import logits_of
 from appliance.errors import ApplianceError
 from appliance.kernels.backend import REFERENCE
 from appliance.model.families.registry import FAMILIES
+from appliance.model.families.standard import OLD_LAYER_KINDS
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 
@@ -45,6 +46,13 @@ def test_every_family_is_in_the_table() -> None:
     assert {
         each.model_type for each in FAMILIES if each.defaults is not None
     } & known.keys() == set()
+
+
+def test_old_names_of_layers_are_those_that_transformers_reads() -> None:
+    from transformers.configuration_utils import remap_legacy_layer_types
+
+    old = sorted(OLD_LAYER_KINDS)
+    assert remap_legacy_layer_types(old) == [OLD_LAYER_KINDS[name] for name in old]
 
 
 ALL = DENSE | EXPERTS | RECURRENT | CENTERED | RELATIVES

@@ -229,6 +229,15 @@ def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
     return read_layer_kinds(config, kinds, len(usual)) or list(usual)
 
 
+# Names of kinds of layers that transformers 5 reads as newer ones.
+OLD_LAYER_KINDS = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+
+
 def read_layer_kinds(
     config: ConfigReader, kinds: Mapping[str, Kind], count: int, key: str = "layer_types"
 ) -> list[Kind] | None:
@@ -246,7 +255,10 @@ def read_layer_kinds(
             f"{config.origin}: {config.written(key)} must list as many layers as num_hidden_layers "
             f"says, {count}; take the config.json of its makers"
         )
-    if any(not isinstance(kind, str) or kind not in kinds for kind in listed):
+    listed = [
+        OLD_LAYER_KINDS.get(kind, kind) if kind not in kinds else kind for kind in map(str, listed)
+    ]
+    if any(kind not in kinds for kind in listed):
         raise config.refuse(key, " and ".join(kinds))
     return [kinds[kind] for kind in listed]
 
