@@ -1,7 +1,8 @@
-"""The executor that runs transformers' modules, with the engine's cache, attention and linears."""
+"""Executors of transformers' modules with the engine's linears, and the one with its cache."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,26 +52,20 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackDecoder:
-    """A model of transformers whose weights are laid out; it holds no cache.
+class LaidOutModel(ABC):
+    """A model of transformers whose weights are laid out, whatever cache its layers have.
 
     Attributes:
-        body: all up to the head.
         head: the model itself, with what it is given in the place of its body.
-        places: layer of the cache, and arithmetic, of each module that attends.
         weight_bytes: bytes of the weights as laid out.
         weight_format: in words.
-        on_layer: called in each layer, to show progress in a long step.
     """
 
     spec: DecoderSpec
     operations: Operations
-    body: nn.Module
     head: nn.Module
-    places: Mapping[nn.Module, tuple[int, AttentionSpec]]
     weight_bytes: int
     weight_format: str
-    on_layer: Callable[[], None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,6 +87,53 @@ class FallbackDecoder:
             f"no adapters can be had with {self.spec.architecture}: leave out --lora and --lora-dir"
         )
 
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: Any,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step; see `Executor.forward`."""
+        return self.logits(self.hidden(token_ids, positions, batch, cache, rows))
+
+    @abstractmethod
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: Any,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step up to the head; see `Executor.hidden`."""
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Run the head; see `Executor.logits`."""
+        if not hidden.shape[0]:
+            return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+        with self.operations.modules_run(len(hidden)):
+            output = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        logits: Tensor = output.logits[0].float()
+        return logits.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackDecoder(LaidOutModel):
+    """Its layers attend over the engine's cache; it holds none.
+
+    Attributes:
+        body: all up to the head.
+        places: layer of the cache, and arithmetic, of each module that attends.
+        on_layer: called in each layer, to show progress in a long step.
+    """
+
+    body: nn.Module
+    places: Mapping[nn.Module, tuple[int, AttentionSpec]]
+    on_layer: Callable[[], None]
+
     def allocate_cache(
         self,
         format: KVFormat | Sequence[LayerPrecision],
@@ -104,17 +146,6 @@ class FallbackDecoder:
         return self.operations.allocate_cache(
             self.spec, format, num_blocks=num_blocks, block_size=block_size, num_open=num_open
         )
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: RaggedBatch,
-        cache: Any,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Run one step; see `Executor.forward`."""
-        return self.logits(self.hidden(token_ids, positions, batch, cache, rows))
 
     @torch.inference_mode()
     def hidden(
@@ -136,13 +167,3 @@ class FallbackDecoder:
             )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Run the head; see `Executor.logits`."""
-        if not hidden.shape[0]:
-            return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
-        with self.operations.modules_run(len(hidden)):
-            output = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
-        logits: Tensor = output.logits[0].float()
-        return logits.contiguous()

@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from appliance.errors import ConfigError, UnsupportedModelError
+from appliance.errors import UnsupportedModelError
+from appliance.model.fallback.decoder import LaidOutModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
-    from appliance.model.adapters.slots import AdapterSlots
-    from appliance.model.adapters.targets import AdapterTarget
-    from appliance.model.fallback.operations import Operations
-    from appliance.model.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -195,46 +192,18 @@ class OwnCaches:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCacheDecoder:
-    """A model of transformers whose weights are laid out, and which keeps caches of its class.
+class OwnCacheDecoder(LaidOutModel):
+    """Its sequences keep caches of its class.
 
     Attributes:
         begun: all up to the head.
-        head: the model itself, with what it is given in the place of its body.
-        weight_bytes: bytes of the weights as laid out.
-        weight_format: in words.
         on_pass: called after each pass, to show progress in a long step.
         several: a pass that goes on with a text may hold several rows.
     """
 
-    spec: DecoderSpec
-    operations: Operations
     begun: Begun
-    head: nn.Module
-    weight_bytes: int
-    weight_format: str
     on_pass: Callable[[], None]
     several: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.operations.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.operations.device
-
-    @property
-    def is_enqueued(self) -> bool:
-        """False: its modules may look at numbers, which no captured graph could."""
-        return False
-
-    def adapter_slots(
-        self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
-    ) -> AdapterSlots:
-        raise ConfigError(
-            f"no adapters can be had with {self.spec.architecture}: leave out --lora and --lora-dir"
-        )
 
     def notes(self) -> tuple[str, ...]:
         """Say what was found when the weights were tried."""
@@ -251,17 +220,6 @@ class OwnCacheDecoder:
     ) -> OwnCaches:
         assert self.spec.own_cache is not None
         return OwnCaches(self.begun, block_size, block_size * self.spec.own_cache.token_bytes)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: RaggedBatch,
-        cache: OwnCaches,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Run one step; see `Executor.forward`."""
-        return self.logits(self.hidden(token_ids, positions, batch, cache, rows))
 
     @torch.inference_mode()
     def hidden(
@@ -305,16 +263,6 @@ class OwnCacheDecoder:
                 most = 1
             yield ids[first : first + most]
             first += most
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Run the head; see `Executor.logits`."""
-        if not hidden.shape[0]:
-            return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
-        with self.operations.modules_run(len(hidden)):
-            output = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
-        logits: Tensor = output.logits[0].float()
-        return logits.contiguous()
 
 
 @torch.inference_mode()
