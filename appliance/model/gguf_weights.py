@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
-# Roles of linears, each of which may have a bias, and of a bias that only chooses experts.
 _POOLED = ("dense_2", "dense_3")  # linears that map a pooled vector
+# Roles of linears, each of which may have a bias, and of a bias that only chooses experts.
 _BIASED = frozenset(
     {
         *(Role.QUERY, Role.KEY, Role.VALUE, Role.QKV, Role.OUTPUT, Role.INPUT, Role.FILTER),

@@ -98,7 +98,10 @@ class PlanBuilder:
             states=None
             if states is None
             else StateMoves(
-                *(moves.state_saves, moves.state_loads, copies, checkpoints),
+                saves=moves.state_saves,
+                loads=moves.state_loads,
+                copies=copies,
+                checkpoints=checkpoints,
                 ended=states.take_ended(copies),
             ),
         )
