@@ -402,7 +402,11 @@ def test_an_end_that_only_the_configuration_names_ends_and_is_not_shown(tmp_path
         ("tokenizer_config.json", {"split_special_tokens": "yes"}, "split_special_tokens is 'yes'"),
         ("special_tokens_map.json", {"eos_token": {"content": 7}}, "eos_token is"),
         ("special_tokens_map.json", {"additional_special_tokens": [7]}, "special_tokens is 7"),
-        ("special_tokens_map.json", {"extra_special_tokens": {"image_token": 7}}, "tokens is 7"),
+        (
+            "special_tokens_map.json",
+            {"extra_special_tokens": {"image_token": 7}},
+            "extra_special_tokens: image_token is 7",
+        ),
         ("added_tokens.json", {END: "262"}, "the id of '<|im_end|>' is '262'"),
     ],
 )

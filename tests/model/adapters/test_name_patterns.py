@@ -95,9 +95,9 @@ FOREVER = [
 def test_work_ends(field: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`re` would take years for each."""
     monkeypatch.setattr(name_patterns, "SECONDS", 0.05)
-    settings = settings_of(**{field: {pattern: 9} if field.endswith("_pattern") else pattern})
     begin = time.thread_time()
     try:
+        settings = settings_of(**{field: {pattern: 9} if field.endswith("_pattern") else pattern})
         for name in NAMES:
             wanted, scale = settings.wants(f"{name}Y"), settings.scale_of(name)
             assert isinstance(wanted, bool)
