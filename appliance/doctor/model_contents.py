@@ -226,7 +226,9 @@ def _weights(source: ModelSource) -> Iterator[Finding]:
         matrices = [name for name in file.tensor_names() if len(file.shape(name)) > 1]
         kinds = Counter(file.type_name(name) for name in matrices)
     else:
-        matrices = [slot.name for slot in source.slots() if len(slot.shape) == 2]
+        present = set(source.weights.tensor_names())
+        slots = (slot for slot in source.slots() if slot.name in present)
+        matrices = [slot.name for slot in slots if len(slot.shape) == 2]
         kinds = Counter(_kind_of(source, name) for name in matrices)
     yield Finding("weights", Grade.OK, ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
     for note in source.weights.notes():

@@ -12,6 +12,7 @@ import gguf
 import pytest
 import torch
 from byte_tokenizer import save_byte_tokenizer
+from causal_models import random_model
 from gguf_files import write_gguf_file
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
@@ -103,6 +104,18 @@ def test_every_wrong_tensor_is_named(folder: Path, report: Report) -> None:
     assert "model.layers.1.self_attn.k_proj.weight is missing" in words
     assert "model.norm.weight has shape (3,)" in words
     assert "model.layers.0.mlp.gate_up.weight has no place" in words
+
+
+def test_a_missing_tensor_of_transformers_modules_is_named(tmp_path: Path, report: Report) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    random_model("helium", vocab_size=300, **sizes, **heads).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_byte_tokenizer(tmp_path)
+    words = found(report(tmp_path), Grade.FAIL)
+    assert "model.layers.1.mlp.down_proj.weight is missing" in words
 
 
 def test_a_head_of_other_values_is_noted(folder: Path, report: Report) -> None:
