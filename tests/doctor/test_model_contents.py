@@ -108,7 +108,7 @@ def test_every_wrong_tensor_is_named(folder: Path, report: Report) -> None:
 
 def test_a_missing_tensor_of_transformers_modules_is_named(tmp_path: Path, report: Report) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     random_model("helium", vocab_size=300, **sizes, **heads).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
