@@ -36,8 +36,9 @@ async def stream_lines(running: Running, begun: asyncio.Event) -> list[str]:
     return found
 
 
-async def test_kill_in_mid_stream(serve: Serve) -> None:
-    async with serve("holds_at=20", max_num_seqs=8) as running:
+async def test_kill_in_mid_stream(serve: Serve, tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    async with serve(f"holds_at=20 loads_after={loading}", max_num_seqs=8) as running:
         begun = [asyncio.Event() for _ in range(8)]
         streams = [asyncio.create_task(stream_lines(running, event)) for event in begun]
         for event in begun:
@@ -48,6 +49,7 @@ async def test_kill_in_mid_stream(serve: Serve) -> None:
 
         pid = running.engine.pid
         assert pid is not None
+        loading.touch()
         os.kill(pid, signal.SIGKILL)
         for lines in await asyncio.gather(*streams):
             assert "[DONE]" not in lines
@@ -63,6 +65,7 @@ async def test_kill_in_mid_stream(serve: Serve) -> None:
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_unavailable"
 
+        loading.unlink()
         for answer in await asyncio.gather(*queued):
             assert answer.status_code == 200
             assert answer.json()["choices"][0]["text"] == "xyzx"
