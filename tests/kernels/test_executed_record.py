@@ -102,7 +102,10 @@ def test_the_record_is_of_files_that_are_there() -> None:
     }
 
 
-@pytest.mark.parametrize("chosen", [["tests/test_log.py"], [f"{EXECUTED}", "-k", "copy"]])
+@pytest.mark.parametrize(
+    "chosen",
+    [["tests/test_log.py"], [f"{EXECUTED}", "-k", "copy"], [f"{EXECUTED}", "--collect-only"]],
+)
 def test_nothing_is_written_down_of_a_part(chosen: list[str]) -> None:
     before = code_record.RECORD.read_bytes()
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--executed=changed"]

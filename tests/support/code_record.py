@@ -27,7 +27,7 @@ RECORD = EXECUTED / "passed.json"
 
 
 def check_selection(config: pytest.Config) -> None:
-    """Refuse to write down that all cases passed when some would be left out.
+    """Refuse to write down that all cases passed when some would be left out, or not run.
 
     Raises:
         pytest.UsageError: `--executed=changed` with anything but the whole folder.
@@ -36,6 +36,7 @@ def check_selection(config: pytest.Config) -> None:
     chosen = [Path(config.invocation_params.dir, name).resolve() for name in config.args]
     narrowed = option.keyword or option.markexpr or option.deselect or option.ignore
     narrowed = narrowed or option.ignore_glob or getattr(option, "lf", False)
+    narrowed = narrowed or option.collectonly or option.setuponly or option.setupplan
     if option.executed == "changed" and (chosen != [EXECUTED.resolve()] or narrowed):
         raise pytest.UsageError(
             "--executed=changed is for the whole folder: scripts/check_executed"
