@@ -33,12 +33,16 @@ class PrefixRouter(RequestRouter):
 
         Tried ones come again after all were tried.
         """
-        asked = None if pending_request is None else pending_request.kwargs.get(ASKED)
+        if pending_request is None:
+            return [candidate_replicas]
+        asked = pending_request.kwargs.get(ASKED)
         if not isinstance(asked, ReplicaRequest):
             return [candidate_replicas]
         ready = {one.replica_id.unique_id: one for one in candidate_replicas if _is_ready(one)}
         self._tell_policy(ready)
         if not ready:
+            # Otherwise Ray asks again at once, and never lets its loop hear of a replica.
+            pending_request.routing_context.should_backoff = True
             return []
         untried = ready.keys() - asked.tried
         if not untried:

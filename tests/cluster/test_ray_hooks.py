@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import RequestMetadata
+from ray.serve._private.request_router.common import PendingRequest
 
 from appliance.cluster.chosen_replica import ReplicaRequest
 from appliance.cluster.deployments import wanted_replicas
@@ -25,11 +28,15 @@ def router() -> PrefixRouter:
     return made
 
 
+def pending(asked: ReplicaRequest) -> PendingRequest:
+    return PendingRequest(args=[], kwargs={ASKED: asked}, metadata=RequestMetadata("1", "1"))
+
+
 async def chosen(
     router: PrefixRouter, replicas: list[Any], hashes: list[bytes], **more: Any
 ) -> list[str]:
     asked = ReplicaRequest(hashes, Counter(more.get("num_open", {})), set(more.get("tried", ())))
-    found = await router.choose_replicas(replicas, SimpleNamespace(kwargs={ASKED: asked}))
+    found = await router.choose_replicas(replicas, pending(asked))
     return [one.replica_id.unique_id for rank in found for one in rank]
 
 
@@ -55,6 +62,37 @@ async def test_one_that_has_not_said_where_it_listens_is_not_chosen() -> None:
     one = router()
     assert await chosen(one, [replica("a", None)], PROMPT) == []
     assert await chosen(one, [replica("a", None), replica("b")], PROMPT) == ["b"]
+
+
+async def test_while_none_has_said_so_others_have_their_turn(monkeypatch: Any) -> None:
+    one, late = router(), replica("a", None)
+    for name, value in {
+        "_replicas": {"a": late},
+        "_replicas_list": [late],
+        "initial_backoff_s": 0.001,
+        "backoff_multiplier": 1,
+        "max_backoff_s": 0.001,
+        "num_routing_tasks_in_backoff": 0,
+        "num_routing_tasks_in_backoff_gauge": SimpleNamespace(set=lambda count: None),
+    }.items():
+        setattr(one, name, value)
+    asked = 0
+    choose = one.choose_replicas
+
+    async def counted(*arguments: Any, **named: Any) -> list[list[Any]]:
+        nonlocal asked
+        asked += 1
+        assert asked < 1000, "Ray's loop gives nobody else a turn"
+        return await choose(*arguments, **named)
+
+    monkeypatch.setattr(one, "choose_replicas", counted)
+    found = one._choose_replicas_with_backoff(pending(ReplicaRequest(PROMPT, Counter())))
+    first = asyncio.ensure_future(anext(found))
+    await asyncio.sleep(0.01)
+    assert not first.done()
+    late.routing_stats.update({URL: "http://a", BLOCKS: 100})
+    assert await first == [late]
+    await found.aclose()
 
 
 async def test_one_that_is_gone_is_forgotten() -> None:
