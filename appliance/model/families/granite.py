@@ -22,7 +22,7 @@ from appliance.model.families.mamba2 import (
     gguf_mamba2_settings,
     read_mamba2,
 )
-from appliance.model.families.rope import read_rope, without_positions
+from appliance.model.families.rope import read_rope, rope_section, without_positions
 from appliance.model.families.standard import (
     read_attention,
     read_decoder,
@@ -74,6 +74,7 @@ def _read_mixers(config: ConfigReader) -> list[MixerSpec]:
     kind = config.value("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise config.refuse("position_embedding_type", "rope and nope")
+    rope_section(config)  # checked without positions too
     rope = _read_rope(config) if kind == "rope" else without_positions(read_head_dim(config))
     attention, layers = _read_attention(config, rope), config.integer("num_hidden_layers")
     names = dict.fromkeys(ATTENTION_NAMES, True) | dict.fromkeys(RECURRENT_NAMES, False)

@@ -92,7 +92,7 @@ def _read_kinds(config: ConfigReader) -> list[str]:
 def _checked_count(config: ConfigReader, key: str, count: int) -> int:
     if count not in RANGES["num_hidden_layers"]:
         raise CheckpointError(
-            f"{config.origin}: {key} names {count} layers, but must name from 1 to "
+            f"{config.origin}: {config.written(key)} names {count} layers, but must name from 1 to "
             f"{RANGES['num_hidden_layers'].most}; take the config.json of its makers"
         )
     return count
