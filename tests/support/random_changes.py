@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,8 @@ _OF_LATENTS = frozenset({"head_dim", "num_key_value_heads"})
 _OF_PARTS = frozenset({"mtp_hybrid_override_pattern", "index_head_dim", "index_n_heads"})
 # Older names, in whose place transformers checks the type of a setting of training.
 _OLDER = frozenset({"mamba_dt_init_floor", "mamba_dt_max", "mamba_dt_min", "mamba_expand"})
-# What a class computes from others after it has checked its type.
-_COMPUTED = frozenset({("cohere2", "head_dim")})
+# What a class computes from others after it has checked its type, or keeps to in prompts alone.
+_NOT_AS_GIVEN = frozenset({("cohere2", "head_dim"), ("nemotron_h", "time_step_min")})
 # Here their truth counts, as in older versions of the class; transformers 5 wants true or false.
 _TRUTHS = frozenset({"attn_temperature_tuning"})
 # What a refusal may name in place of a setting.
@@ -96,7 +97,7 @@ class Judge:
         self._oracle, self._config, self._known = oracle, config, known
         self._usual = oracle.logits(config)
         assert self._usual is not None
-        self._unread: dict[str, bool] = {}
+        self._unread: dict[tuple[str, ...], bool] = {}
 
     def fault(self, change: Change, ours: torch.Tensor | None, refusal: str) -> str:
         """Say what is wrong with an answer, or with a refusal; empty if nothing is."""
@@ -115,13 +116,19 @@ class Judge:
         same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=3e-4, rtol=1e-4)
         return "" if same else f"{change}: other logits"
 
-    def _meant(self, changed: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-        """Write numbers in the type of the class, and leave out what does not count."""
+    def _meant(
+        self, changed: dict[str, Any], usual: dict[str, Any], sections: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Write numbers in the type of the class, and leave out what does not count.
+
+        Args:
+            sections: names of those that the two dictionaries are in.
+        """
         found = dict(changed)
         for key in changed.keys() | usual.keys():
             value, old = changed.get(key), usual.get(key)
             if isinstance(value, dict) and isinstance(old, dict):
-                found[key] = self._meant(value, old)
+                found[key] = self._meant(value, old, (*sections, key))
             elif value is None and key not in usual:
                 found.pop(key, None)  # as absent, also where transformers wants a number
             elif key in _TRUTHS:
@@ -133,7 +140,7 @@ class Judge:
                 found |= {key: old} if key in usual else {}
             elif (value, type(value)) != (meant := self._in_type(key, value, old), type(meant)):
                 found[key] = meant
-            elif self._is_unread(key):
+            elif self._is_unread(*sections, key):
                 found.pop(key, None)
                 found |= {key: old} if key in usual else {}
         return found
@@ -152,17 +159,25 @@ class Judge:
         if key in HARMLESS | _OF_THE_FILE | _OF_PARTS | _OLDER:
             return True
         is_of_latents = key in _OF_LATENTS and "kv_lora_rank" in self._config
-        return is_of_latents or (self._config["model_type"], key) in _COMPUTED
+        return is_of_latents or (self._config["model_type"], key) in _NOT_AS_GIVEN
 
-    def _is_unread(self, key: str) -> bool:
+    def _is_unread(self, *path: str) -> bool:
         """Return True if no other value of the right type changes anything in transformers."""
-        if key not in self._unread:
-            given, usual = self._config.get(key), self._known.get(key)
+        if path not in self._unread:
+            *sections, key = path
+            given = reduce(dict[str, Any].__getitem__, sections, self._config).get(key)
+            usual = None if sections else self._known.get(key)
             values = others(given) if given is not None else [usual, *others(usual)]
-            tried = [self._oracle.logits(self._config | {key: one}) for one in values]
+            tried = [self._oracle.logits(_replaced(self._config, path, one)) for one in values]
             taken = [logits for logits in tried if logits is not None]
             assert self._usual is not None
-            self._unread[key] = bool(taken) and all(
+            self._unread[path] = bool(taken) and all(
                 torch.equal(logits, self._usual) for logits in taken
             )
-        return self._unread[key]
+        return self._unread[path]
+
+
+def _replaced(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Return a config with another value in a section of its sections."""
+    key, *inner = path
+    return config | {key: _replaced(config[key], tuple(inner), value) if inner else value}
