@@ -14,6 +14,8 @@ from appliance.kernels.packed import PackedWeight
 from appliance.model.weight_format import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -38,12 +40,20 @@ def load_checked(source: ModelSource, name: str, device: torch.device | None) ->
         )
     if device is not None:
         weight = weight.to(device)
+    check_finite(weight, source.path, name)
+    return weight
+
+
+def check_finite(weight: Weight, path: Path, name: str) -> None:
+    """Check a weight's numbers, or the scales of a packed one.
+
+    Raises:
+        CheckpointError: the weight holds NaN or infinity.
+    """
     if not _is_finite(weight):
         raise CheckpointError(
-            f"{source.path.name}: tensor {name} holds NaN or infinity; "
-            "fetch or quantize the model again"
+            f"{path.name}: tensor {name} holds NaN or infinity; fetch or quantize the model again"
         )
-    return weight
 
 
 def _is_finite(weight: Weight) -> bool:

@@ -11,6 +11,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile, starts_as_gguf
 from appliance.gguf_names import is_gguf
+from appliance.model.checked import check_finite
 from appliance.model.encoder.families import find_encoder, read_encoder
 from appliance.model.encoder.from_decoder import gguf_only_reads, open_decoder
 from appliance.model.encoder.gguf_families import (
@@ -51,8 +52,15 @@ class EncoderSource:
         return sum(map(prod, encoder_slots(self.spec, self.names, self.prefix).values()))
 
     def load(self, name: str) -> Weight:
-        """Read one tensor, packed or as a `HostArray`."""
-        return self.tensors.load(_stored_name(self.tensors, name))
+        """Read one tensor, packed or as a `HostArray`.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity.
+        """
+        stored = _stored_name(self.tensors, name)
+        weight = self.tensors.load(stored)
+        check_finite(weight, self.path, stored)
+        return weight
 
     def bytes_per_weight(self, name: str) -> float | None:
         """Return what a matrix takes as kernels hold it; None if it is dense."""

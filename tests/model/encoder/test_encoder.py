@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
 
 from appliance.engine.beacon import Beacon
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, CheckpointError
 from appliance.files import read_json, write_json
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.encoder.encoder import TextEncoder
@@ -99,6 +100,21 @@ def test_a_head_judges_as_in_transformers(
         with torch.inference_mode():
             wanted = made.oracle(**inputs).logits[0, 0]
         assert float(own) == pytest.approx(float(wanted), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("load", EXECUTORS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["word_embeddings.weight", "LayerNorm.bias", "query.weight"])
+def test_a_weight_that_is_no_number_is_refused_by_name(
+    part: str, value: float, load: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    make("bert", tmp_path, ranks=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(part))
+    tensors[name].flatten()[-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {re.escape(name)} holds NaN or infinity"):
+        load(tmp_path)
 
 
 def test_a_text_has_the_same_bits_alone_and_in_company(tmp_path: Path) -> None:
