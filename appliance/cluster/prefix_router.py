@@ -33,10 +33,9 @@ class PrefixRouter(RequestRouter):
 
         Tried ones come again after all were tried.
         """
-        if pending_request is None:
-            return [candidate_replicas]
-        asked = pending_request.kwargs.get(ASKED)
-        if not isinstance(asked, ReplicaRequest):
+        if pending_request is None or not isinstance(
+            asked := pending_request.kwargs.get(ASKED), ReplicaRequest
+        ):
             return [candidate_replicas]
         ready = {one.replica_id.unique_id: one for one in candidate_replicas if _is_ready(one)}
         self._tell_policy(ready)
