@@ -98,18 +98,19 @@ def _changes_at(
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None
     if value is not None:
-        yield Change(key, "drop", _with(config, path, None, drop=True))
-    yield Change(key, "null", _with(config, path, None))
+        yield Change(key, "drop", with_setting(config, path, None, drop=True))
+    yield Change(key, "null", with_setting(config, path, None))
     given = others(value) if value is not None else [known.get(key), *others(known.get(key))]
     for other in given:
         if other is None or isinstance(other, dict):
             continue
-        yield Change(key, "flip", _with(config, path, other))
+        yield Change(key, "flip", with_setting(config, path, other))
 
 
-def _with(
+def with_setting(
     config: dict[str, Any], path: tuple[str, ...], value: Any, drop: bool = False
 ) -> dict[str, Any]:
+    """Return a copy of a config in which a setting, in sections or not, is another or is gone."""
     changed = copy.deepcopy(config)
     inside = changed
     for part in path[:-1]:

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from changed_settings import HARMLESS, OPPOSED, Change, others
+from changed_settings import HARMLESS, OPPOSED, Change, others, with_setting
 
 if TYPE_CHECKING:
     import random
@@ -168,16 +168,10 @@ class Judge:
             given = reduce(dict[str, Any].__getitem__, sections, self._config).get(key)
             usual = None if sections else self._known.get(key)
             values = others(given) if given is not None else [usual, *others(usual)]
-            tried = [self._oracle.logits(_replaced(self._config, path, one)) for one in values]
+            tried = [self._oracle.logits(with_setting(self._config, path, one)) for one in values]
             taken = [logits for logits in tried if logits is not None]
             assert self._usual is not None
             self._unread[path] = bool(taken) and all(
                 torch.equal(logits, self._usual) for logits in taken
             )
         return self._unread[path]
-
-
-def _replaced(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Return a config with another value in a section of its sections."""
-    key, *inner = path
-    return config | {key: _replaced(config[key], tuple(inner), value) if inner else value}
