@@ -23,8 +23,7 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="awq+gptq, gptq or awq, which lose less; or rtn, search, fp8, int8, which need no"
-            " text.",
+            help="awq+gptq, gptq or awq, which lose less; or rtn, fp8, int8, which need no text.",
             show_default="the one of least loss that model and memory allow",
         ),
     ] = None,

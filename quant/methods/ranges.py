@@ -7,7 +7,6 @@ by each input's energy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,8 +81,6 @@ def choose_steps(
     *,
     importance: Tensor | None = None,
     shares: tuple[float, ...] = WHOLE,
-    shifts: tuple[int, ...] = (0,),
-    power: int = 2,
 ) -> CodeGrid:
     """Choose the scale and zero point of every group.
 
@@ -94,21 +91,19 @@ def choose_steps(
         importance: (in_features,) float32, mean square of each input; None: all equal.
         shares: shares of a group's range to try; the least weighted error wins, the first of
             equals.
-        shifts: shifts of the zero point to try with each share.
     """
     group_size = scheme.group_size or weight.shape[1]
     groups = weight.reshape(weight.shape[0], -1, group_size)
     low, high = groups.aminmax(dim=-1)
     matters = None if importance is None else importance.reshape(1, -1, group_size)
     best: tuple[Tensor, Tensor, Tensor] | None = None  # error, scale, zero point
-    for share, shift in product(shares, (0,) if scheme.symmetric else shifts):
+    for share in shares:
         scale, zero_point = rtn.steps_over(low * share, high * share, scheme, dtype)
         if len(shares) == 1:
             return CodeGrid(scale, zero_point, scheme, dtype)
-        zero_point = (zero_point + shift).clamp_(0, scheme.max_code)
         codes = torch.round(groups / scale.unsqueeze(-1)).add_(zero_point.unsqueeze(-1))
         codes.clamp_(0, scheme.max_code).sub_(zero_point.unsqueeze(-1))
-        lost = codes.mul_(scale.unsqueeze(-1)).sub_(groups).pow_(power)
+        lost = codes.mul_(scale.unsqueeze(-1)).sub_(groups).square_()
         error = (lost if matters is None else lost.mul_(matters)).sum(-1)
         if best is None:
             best = error, scale, zero_point

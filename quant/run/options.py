@@ -39,7 +39,6 @@ class Method(Enum):
     AWQ = "awq"
     GPTQ = "gptq"
     AWQ_GPTQ = "awq+gptq"
-    SEARCH = "search"
     FP8 = "fp8"
     INT8 = "int8"
 

@@ -93,11 +93,6 @@ def choose_scheme(
         if not symmetric:
             raise ConfigError("FP8 has no zero points; leave --no-symmetric out")
         return Fp8Scheme(blockwise=word == BLOCK)
-    if method is Method.SEARCH and symmetric:
-        raise ConfigError(
-            "--method search needs --no-symmetric: for symmetric weights nothing that was tried"
-            " without text is better than rtn"
-        )
     if method is Method.INT8:
         return WeightScheme.parse(bits=8, group_size=group_size or CHANNEL, symmetric=symmetric)
     return WeightScheme.parse(
@@ -108,11 +103,8 @@ def choose_scheme(
 def _gguf_scheme(
     method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
 ) -> GroupedScheme:
-    if method in (Method.FP8, Method.SEARCH):
-        instead = "int8" if method is Method.FP8 else "rtn"
-        raise ConfigError(
-            f"--method {method.value} makes no codes of a GGUF type; use --method {instead}"
-        )
+    if method is Method.FP8:
+        raise ConfigError("--method fp8 makes no codes of a GGUF type; use --method int8")
     if group_size is not None:
         raise ConfigError(
             f"--format gguf has groups of its own; leave --group-size {group_size} out"

@@ -39,7 +39,6 @@ ROWS: dict[str, list[str]] = {
     "int8 g64": ["--method", "int8", "--group-size", "64"],
     "rtn 4 sym": ["--method", "rtn"],
     "rtn 4 asym": ["--method", "rtn", *ASYMMETRIC],
-    "search 4 asym": ["--method", "search", *ASYMMETRIC],
     "rtn 4 g32 asym": ["--method", "rtn", "--group-size", "32", *ASYMMETRIC],
     "rtn 3 asym": ["--method", "rtn", "--bits", "3", *ASYMMETRIC],
     "awq 4 sym": ["--method", "awq"],

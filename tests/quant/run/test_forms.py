@@ -141,7 +141,6 @@ def test_what_is_left_out_follows_from_the_method(
         ("int8", 4, None, True, "leave --bits 4 out"),
         ("fp8", None, "64", True, "not one of FP8"),
         ("fp8", None, None, False, "no zero points"),
-        ("search", 4, None, True, "needs --no-symmetric"),
         ("rtn", 4, "block", True, "not 32, 64, 128 or channel"),
     ],
 )
