@@ -16,7 +16,6 @@ import httpx
 import msgspec
 
 from appliance.events import Delta, Snapshot, Stats, decode_event
-from appliance.tui.foreign import MetricsReader
 from appliance.tui.server import CONNECT_TIMEOUT
 from appliance.tui.sse import EventDecoder
 from appliance.tui.state import ConnectionChange, ConnectionPhase, FeedItem
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EVENTS_PATH = "/admin/v1/events"
-METRICS_PATH = "/metrics"
-METRICS_SECONDS = 1.0
 FIRST_RETRY = 0.5  # seconds; doubles with every failure in a row
 LAST_RETRY = 8.0
 SILENCE_TIMEOUT = 20.0  # stats come every second, comments while there are none
@@ -122,8 +119,6 @@ class EventFeed:
                 url = url.copy_merge_params({"replica": self.replica})
             async with client.stream("GET", url, headers=_HEADERS) as response:
                 answered = True
-                if response.status_code in (404, 405):
-                    await self._read_metrics(client, publish)
                 _require_feed(response)
                 publish(ConnectionChange(ConnectionPhase.LIVE))
                 async for received in response.aiter_bytes():
@@ -152,35 +147,6 @@ class EventFeed:
         raise FeedError(
             ConnectionPhase.LOST, "cut in the middle of a frame" if cut else "the feed ended"
         )
-
-    async def _read_metrics(
-        self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]
-    ) -> None:
-        """Publish another server's metrics; return if none of them are known.
-
-        Raises:
-            FeedError: the metrics ended.
-            httpx.RequestError: the server does not answer.
-        """
-        reader = MetricsReader()
-        while True:
-            async with client.stream("GET", self.server.path(METRICS_PATH)) as response:
-                kind = response.headers.get("content-type", "")
-                readable = response.is_success and kind.startswith("text/plain")
-                text = (await response.aread()).decode(errors="replace") if readable else ""
-            events = reader.read(text, time.time())
-            if not events and not reader.scrapes:
-                return
-            if not events:
-                raise FeedError(
-                    ConnectionPhase.LOST, f"{METRICS_PATH} answered {response.status_code}"
-                )
-            if reader.scrapes == 1:
-                publish(ConnectionChange(ConnectionPhase.LIVE))
-                self._retry = self._first_retry
-            for event in events:
-                publish(event)
-            await asyncio.sleep(METRICS_SECONDS)
 
 
 def _require_feed(response: httpx.Response) -> None:

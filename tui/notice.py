@@ -37,11 +37,6 @@ def _engine(view: View) -> list[str]:
     info = view.state.info
     if info is None:
         return ["Connected", "waiting for the server to describe its engine"]
-    if view.state.reduced:
-        return [
-            f"{info.model} runs on another make of server",
-            "It sends its metrics, but not what each block holds.",
-        ]
     match info.state:
         case "failed":
             return ["The engine failed", info.reason]

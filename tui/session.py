@@ -126,8 +126,6 @@ class Session:
         """Say why the focused sequence cannot be aborted and what to do; "" if it can."""
         if self.controls is None:
             return "A recording: it has nothing to abort."
-        if self.state.reduced:
-            return "Another make of server: it offers no way to abort a request."
         if sequence is None and (ended := self.look.ended) is not None:
             return f"It has ended: {ended.brief} cannot be aborted any more."
         if sequence is None:

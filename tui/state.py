@@ -121,11 +121,6 @@ class DashboardState:
     table: BlockTable | None = None  # of the most recently focused sequence
 
     @property
-    def reduced(self) -> bool:
-        """True if the server is of another make and sends only metrics."""
-        return self.info is not None and self.info.protocol == 0
-
-    @property
     def current(self) -> bool:
         """True if the map shows the engine's current state."""
         ready = self.info is None or self.info.state == "ready"

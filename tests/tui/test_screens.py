@@ -16,7 +16,6 @@ from tests.tui.conftest import (
     STATS,
     Answer,
     EventServer,
-    page,
     snapshot,
 )
 from tests.tui.piloting import (
@@ -205,21 +204,3 @@ async def test_screens_are_in_the_command_palette(event_server: EventServer) -> 
         await pilot.pause(0.5)
         await pilot.press("enter")
         await shown(app, pilot, lambda: app.current_mode == "log")
-
-
-async def test_another_make_of_server_is_shown_by_its_metrics(event_server: EventServer) -> None:
-    text = 'vllm:num_requests_running{model_name="Qwen/Qwen3-8B"} 3\n'
-    text += 'vllm:kv_cache_usage_perc{model_name="Qwen/Qwen3-8B"} 0.25\n'
-    event_server.pages["/metrics"] = page(text.encode(), kind="text/plain; version=0.0.4")
-    missing = page(b"{}", "404 Not Found")
-    async with dashboard(event_server, LARGE, missing) as (app, pilot):
-        await shown(app, pilot, lambda: app.session.state.stats)
-        text = screen_text(app)
-        for words in (
-            "Qwen/Qwen3-8B", "its metrics only", "runs on another make of server", "25.0 %",
-            "does not list its requests", "● live",
-        ):  # fmt: skip
-            assert words in text, words
-        del event_server.pages["/metrics"]
-        await shown(app, pilot, lambda: not app.session.state.current)
-        assert "is not an appliance" in screen_text(app) or "lost" in screen_text(app)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from appliance.events import Event, Gpu, Info, Job, Log, LogLine, Machine, QualityFact
+from appliance.events import Event, Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.stats import StepView
 from appliance.tui.display import Colors, DisplaySettings
 from tests.tui.conftest import INFO, STATS, Answer, EventServer, page, sequence, sequences, snapshot
@@ -96,10 +96,6 @@ WITH_GPU: tuple[Event, ...] = (
     JOB,
     msgspec.structs.replace(NUMBERS, machine=msgspec.structs.replace(MACHINE, gpus=(GPU,))),
 )
-FOREIGN: tuple[Event, ...] = (
-    Info(protocol=0, version="", model="Qwen/Qwen3-8B", state="ready", context_length=0),
-    STATS,
-)
 
 
 @dataclass(frozen=True)
@@ -142,14 +138,13 @@ async def test_every_screen_looks_as_approved(
     ("events", "screens", "display"),
     [
         (WITH_GPU, (Screen("gpu", "1"), Screen("task", "4")), TRUECOLOR),
-        (FOREIGN, (Screen("foreign", "1"),), TRUECOLOR),
         (
             ALL,
             (Screen("letters", "1"), Screen("letters-focus", "3 tab")),
             DisplaySettings(Colors.NONE),
         ),
     ],
-    ids=["gpu", "foreign", "letters"],
+    ids=["gpu", "letters"],
 )
 async def test_other_servers_and_terminals_look_as_approved(
     event_server: EventServer,

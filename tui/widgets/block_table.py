@@ -26,7 +26,7 @@ class BlockTablePanel(Panel):
     def reads(self, view: View) -> tuple[object, ...]:
         blocks = view.state.blocks if view.table is None else None
         cursor = view.look.cursor
-        return view.focused, view.table, blocks, cursor, view.latest.reduced
+        return view.focused, view.table, blocks, cursor
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         sequence = view.focused

@@ -36,9 +36,8 @@ class CachePanel(Panel):
             _bar(engine, width),
             _prefix_hits(engine, width),
         ]
-        if not view.state.reduced:
-            slots = numbers.percent(engine.kv_utilization) if engine.blocks_active else "-"
-            lines.append(pair("slots that hold tokens", slots, width))
+        slots = numbers.percent(engine.kv_utilization) if engine.blocks_active else "-"
+        lines.append(pair("slots that hold tokens", slots, width))
         swaps = f"{numbers.count(engine.swaps_total)} swapped" if engine.swaps_total else ""
         preempted = numbers.count(engine.preemptions_total)
         lines.append(pair("preemptions", preempted, width, note=swaps))

@@ -41,8 +41,7 @@ class EnginePanel(Panel):
             ),
             pair("finished", numbers.count(stats.requests_finished), width, note=failed),
         ]  # fmt: skip
-        if not view.state.reduced:
-            lines += _steps(view, engine, width)
+        lines += _steps(view, engine, width)
         if engine.draft_tokens_total:
             accepted = engine.accepted_tokens_total / engine.draft_tokens_total
             lines.append(pair("guessed tokens accepted", numbers.percent(accepted), width))

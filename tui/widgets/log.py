@@ -25,15 +25,12 @@ class LogPanel(Panel):
     DEFAULT_CSS = "LogPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        return view.state.log, view.look.log_back, view.latest.reduced
+        return view.state.log, view.look.log_back
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         log = view.state.log
         if not log:
-            words = "No warnings or errors so far."
-            if view.latest.reduced:
-                words = "This make of server does not send its log."
-            return [Text(words, palette.MUTED)]
+            return [Text("No warnings or errors so far.", palette.MUTED)]
         back = min(view.look.log_back, len(log) - 1)
         lines: list[Text] = []
         for entry in reversed(log[: len(log) - back]):

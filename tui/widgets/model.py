@@ -155,16 +155,13 @@ class MemoryPanel(LongPanel):
             lines = _plan(info, width)
         if stats is None:
             return lines
-        if not view.state.reduced:
-            lines += [Text(), Text("measured", f"bold {palette.TEXT}"), *_cache(info, stats, width)]
+        lines += [Text(), Text("measured", f"bold {palette.TEXT}"), *_cache(info, stats, width)]
         if stats.machine is not None:
             for gpu in stats.machine.gpus:
                 lines += gpu_lines(gpu, width)
             lines += machine_lines(stats.machine, width)
-        if not view.state.reduced:
-            each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0.0
-            lines += tier_lines(stats.engine, each, width)
-        return lines
+        each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0.0
+        return [*lines, *tier_lines(stats.engine, each, width)]
 
 
 def _plan(info: Info, width: int) -> list[Text]:

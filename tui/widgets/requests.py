@@ -80,7 +80,7 @@ class RequestTable(Panel):
         look = view.look
         return (
             view.state.sequences, look.focus, look.sort, look.ascending, look.query,
-            view.state.stats is None, view.latest.reduced, view.lettered,
+            view.state.stats is None, view.lettered,
         )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
@@ -113,8 +113,6 @@ class RequestTable(Panel):
 
 
 def _why_none(view: View) -> str:
-    if view.latest.reduced:
-        return "This make of server does not list its requests."
     if view.look.query and view.state.sequences:
         return f"No request contains {view.look.query!r}; esc shows all."
     return "" if view.state.stats is None else "No requests at the moment."
