@@ -131,6 +131,22 @@ def test_greedy_answers_equal_transformers_fresh_and_from_checkpoints(
         assert engine.stats().state_checkpoints == 0
 
 
+def test_each_turn_of_a_conversation_recomputes_what_is_new(model: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with running(model[1], max_model_len=512, max_num_seqs=1) as engine:
+        # The last token of an answer is never computed, and checkpoints lie at ends of blocks.
+        most = 20 + 1 + 2 * engine.info.block_size
+        history: list[int] = []
+        for turn in range(18):
+            history += torch.randint(3, 97, (20,), generator=generator).tolist()
+            before = engine.stats().prefix_hits_total
+            (answer,) = run(engine, [history], tokens=5)
+            recomputed = len(history) - (engine.stats().prefix_hits_total - before)
+            assert recomputed <= most, f"turn {turn}"
+            history += answer
+        assert len(history) > 7 * most
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "granite4", "bamba"])
 def test_families_of_the_same_mixers_go_on_from_checkpoints_and_after_preemption(
     name: str, tmp_path_factory: pytest.TempPathFactory

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+from schema_table import REFUSED as SCHEMA_REFUSED
 
 from appliance.docs import read
 from appliance.errors import RequestError
@@ -22,7 +23,6 @@ from appliance.grammar.keywords import COMPILED, FORMATS, REFUSED, REWRITTEN
 from appliance.grammar.lookahead import without_lookahead
 from appliance.grammar.lowering import lowered
 from appliance.grammar.source import limits, source_of
-from bench.lib.schema_table import REFUSED as SCHEMA_REFUSED
 
 JUDGE = jsonschema.Draft202012Validator
 SCALARS: list[Any] = [None, False, True, 0, 1, 2, 2.5, -1, "", "a", "ab", "b", "abc"]

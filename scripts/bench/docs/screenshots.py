@@ -1,7 +1,7 @@
-"""Take pictures of the dashboard in front of a server under load, as SVG and PNG.
+"""Take pictures of the dashboard in front of a server under load.
 
 Start a server with the model, keep requests running that share a beginning, and save the screens
-of `appliance top`; PNGs only where rsvg-convert is installed.
+of `appliance top` as SVG.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import asyncio
 import os
 import random
 import secrets
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -89,9 +87,6 @@ async def take(url: str, key: str, name: str, folder: Path, seconds: float) -> N
         drawn = app.export_screenshot(title="").replace("<text ", '<text xml:space="preserve" ')
     path = folder / f"{name}.svg"
     path.write_text(drawn)
-    if converter := shutil.which("rsvg-convert"):
-        arguments = [converter, "-o", str(path.with_suffix(".png")), str(path)]
-        await asyncio.to_thread(subprocess.check_call, arguments)
     print(path)
 
 

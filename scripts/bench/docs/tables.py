@@ -91,27 +91,6 @@ def quantize() -> str:
     return table(head, lines)
 
 
-def schemas() -> str:
-    """Compare by feature which schemas are accepted and obeyed."""
-    result = read("schemas.json")
-    peer = result["llama.cpp"]["features"]
-    head = ["feature", "schemas", "compile here", "wrong answers", "llama.cpp", "wrong answers"]
-    rows = [
-        [
-            feature,
-            str(own["schemas"]),
-            *(
-                cell
-                for one in (own, peer[feature])
-                for cell in (str(one["accepted"]), f"{one['wrong']} of {one['answers']}")
-            ),
-        ]
-        for feature, own in result["ours"].items()
-    ]
-    where = result["conditions"]
-    return f"{table(head, rows)}\n{where['time'][:10]}, commit {where['commit']}.\n"
-
-
 # Shares of schemas that are not refused, and that are obeyed, of Guidance and llama.cpp: table 4 of
 # Geng and others 2025, arXiv 2501.10868v2. Two categories are not in it.
 COVERAGE = {
@@ -197,33 +176,6 @@ def instructions() -> str:
     return f"{table(['instruction set', *columns], rows)}\n{about}\n"
 
 
-def cluster() -> str:
-    """Compare ways to route agents to simulated replicas."""
-    result = read("cluster.json")
-    ways = list(dict.fromkeys(case["way"] for case in result["cases"]))
-    head = ["replicas", *(f"{way}: tokens/s, p99 ms, hit rate" for way in ways)]
-    rows = []
-    for number in dict.fromkeys(case["replicas"] for case in result["cases"]):
-        cases = [one for one in result["cases"] if one["replicas"] == number]
-        rows.append(
-            [
-                f"{number:,}",
-                *(
-                    f"{one['tokens_per_second']:,.0f}, {one['first_token_p99_ms']:,.0f},"
-                    f" {one['hit_rate']:.2f}"
-                    for one in cases
-                ),
-            ]
-        )
-    load = result["load"]
-    about = (
-        f"For each replica {load['rate']} conversations begin a second, of {load['turns']} turns"
-        f" behind one system prompt of {load['system']} tokens; p99 is of first tokens. Commit"
-        f" {result['conditions']['commit']}."
-    )
-    return f"{table(head, rows)}\n{about}\n"
-
-
 def imports() -> str:
     """Return the table that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -294,11 +246,9 @@ MAKERS = {
     "held-types": held_types,
     "quantize": quantize,
     "imports": imports,
-    "schemas": schemas,
     "published-schemas": published_schemas,
     "replicas": replicas,
     "instructions": instructions,
-    "cluster": cluster,
     "settings": settings_reference,
 }
 

@@ -14,13 +14,13 @@ import pytest
 from grammar_words import EOS, FIRST_BYTE, SIZE, text_of, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schema_table import DEPARTURES, REFUSED, SCHEMAS
 
 from appliance.engine.grammars.compiling import GrammarCompiler
 from appliance.engine.grammars.library import GrammarState, open_library
 from appliance.engine.grammars.matchers import num_words
 from appliance.grammar import Grammar
 from appliance.grammar.check import answer_of, problem_of
-from bench.lib.schema_table import DEPARTURES, REFUSED, SCHEMAS
 
 MAX_TOKENS = 400
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
