@@ -179,7 +179,6 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         layers: its first and one after its last; None if it has a share of each.
         kv_bytes: of its heads in the KV cache, and of its recurrent states.
         bytes_per_second: measured copy bandwidth, read and written; 0 if not measured.
-        busy: share of a step in which it is predicted to read, 0 to 1; 0 without a prediction.
         reason: why ranks have whole layers that could have a share of each; rank 0's only.
         link: to rank 0; None for that itself.
     """
@@ -191,7 +190,6 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, int] | None = None
     kv_bytes: int = 0
     bytes_per_second: float = 0.0
-    busy: float = 0.0
     reason: str = ""
     link: RankLink | None = None
 
@@ -205,6 +203,5 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
             words += f" and {self.kv_bytes / 2**20:,.0f} of KV cache"
         if self.bytes_per_second:
             words += f", copies {self.bytes_per_second / 1e9:,.1f} GB/s"
-        words += f", busy {self.busy:.0%}" if self.busy else ""
         words += f", whole layers, since {self.reason}" if self.reason else ""
         return words if self.link is None else f"{words}, {self.link}"

@@ -139,7 +139,6 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.load_speculation", "engine.admission", "engine.memory_request",
         "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
         "engine.workspace", "engine.expert_placement", "engine.served_source", "engine.links",
-        "engine.rank_split",
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",
@@ -156,7 +155,7 @@ BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 # What is started, or imported by whom we serve; all else is reached from here, or by tests alone.
 DOORS = {
     "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
-    "engine.links.__main__", "hub.__main__",
+    "hub.__main__",
     "quant.text.row_writer",
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),

@@ -27,8 +27,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             "Processes that divide the model. Each has a share of every layer, as with"
-            " tensor_parallel, or whole layers, as with pipeline_parallel: whichever is predicted"
-            " to take less time over the link that is measured at the start.",
+            " tensor_parallel, or whole layers, as with pipeline_parallel: these where the"
+            " link that is measured at the start is slow.",
             Group.COMPUTE,
             low=1,
             high=64,
@@ -38,7 +38,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             "Processes that divide each layer among them. A slow link gives each whole layers"
-            " instead, if that is predicted to be faster.",
+            " instead.",
             Group.COMPUTE,
             low=1,
             high=64,
@@ -58,7 +58,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             "Share of the model for each process, such as 2:1; auto divides evenly, unless other"
-            " shares are predicted to be faster by what each process reads per second.",
+            " shares are clearly faster by what each process reads per second.",
             Group.COMPUTE,
         ),
     ] = "auto"

@@ -14,7 +14,6 @@ from appliance.doctor.configuration import check_private_files, check_settings, 
 from appliance.doctor.finding import Check, Finding, Grade, Scope
 from appliance.doctor.folders import check_folders, check_leftovers
 from appliance.doctor.gpus import check_gpus
-from appliance.doctor.links import check_links
 from appliance.doctor.machine import check_cpu_library, check_memory, check_wsl
 from appliance.doctor.model_files import check_model
 from appliance.doctor.serving import check_port, check_sample, check_server
@@ -36,7 +35,6 @@ CHECKS: tuple[Check, ...] = (
     check_leftovers,
     check_cpu_library,
     check_gpus,
-    check_links,
     check_model,
     check_port,
     check_server,

@@ -139,7 +139,7 @@ def _peers(name: str, library: Any, first: Any, second: Any) -> Finding:
         return Finding(name, Grade.UNKNOWN, "the driver does not report if they reach each other")
     if status == P2P_OK:
         return Finding(name, Grade.OK, "they read each other's memory (P2P)")
-    # No warning: many cards for homes have none, and `check_links` measures what that costs.
+    # No warning: many cards for homes have none, and the ranks' own test measures what that costs.
     return Finding(name, Grade.OK, "no P2P: copies between them go through the host's memory")
 
 

@@ -48,13 +48,8 @@ class RankCollector(Collector):
                 "Bytes that it read and wrote per second when it was measured.",
                 [one.bytes_per_second for _, one in each],
             ),
-            (
-                "busy",
-                "Share of a step in which it is predicted to read, 0 to 1.",
-                [one.busy for _, one in each],
-            ),
         ):
-            # What was neither measured nor predicted is left out.
+            # What was not measured is left out.
             samples = [
                 (labels, value) for (labels, _), value in zip(each, values, strict=True) if value
             ]

@@ -22,12 +22,9 @@ RANKS = (
         weight_bytes=64 << 20,
         kv_bytes=8 << 20,
         bytes_per_second=12e9,
-        busy=0.75,
         reason="the link is slow",
     ),
-    RankInfo(
-        pid=8, share=1, threads=1, weight_bytes=32 << 20, bytes_per_second=6e9, busy=0.7, link=LINK
-    ),
+    RankInfo(pid=8, share=1, threads=1, weight_bytes=32 << 20, bytes_per_second=6e9, link=LINK),
     RankInfo(pid=9, share=1, threads=2, weight_bytes=32 << 20),  # nothing is measured
 )
 
@@ -41,8 +38,8 @@ async def test_ranks_are_in_health_metrics_and_the_feed(serve: Serve) -> None:
         assert (await running.http.get("/health")).json()["ranks"] == {
             "echo": [
                 "share 2, 1 thread, 64 MiB of weights and 8 of KV cache, copies 12.0 GB/s,"
-                " busy 75%, whole layers, since the link is slow",
-                "share 1, 1 thread, 32 MiB of weights, copies 6.0 GB/s, busy 70%, through host"
+                " whole layers, since the link is slow",
+                "share 1, 1 thread, 32 MiB of weights, copies 6.0 GB/s, through host"
                 " memory of 25.0 us and 9.0 GB/s, since peer to peer changes data",
                 "share 1, 2 threads, 32 MiB of weights",
             ]
@@ -59,7 +56,6 @@ async def test_ranks_are_in_health_metrics_and_the_feed(serve: Serve) -> None:
     assert found["appliance_rank_memory_bytes", "1", "weights"] == 32 << 20
     assert found["appliance_rank_share", "0", None] == 2
     assert found["appliance_rank_copy_bytes_per_second", "1", None] == 6e9
-    assert found["appliance_rank_busy", "0", None] == 0.75
     assert found["appliance_rank_link_seconds", "1", None] == 2.5e-5
     assert found["appliance_rank_link_bytes_per_second", "1", None] == 9e9
     assert ("appliance_rank_link_seconds", "0", None) not in found

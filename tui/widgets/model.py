@@ -97,7 +97,6 @@ def _ranks(ranks: tuple[RankInfo, ...], width: int) -> list[Text]:
             f"share {one.share}",
             numbers.counted(one.threads, "thread") if one.threads else "",
             f"{one.bytes_per_second / 1e9:,.1f} GB/s" if one.bytes_per_second else "",
-            f"busy {numbers.percent(one.busy)}" if one.busy else "",
         ]
         held = numbers.size(one.weight_bytes + one.kv_bytes)
         lines.append(pair(str(place), held, width, note="  ".join(filter(None, facts))))

@@ -1,8 +1,12 @@
-"""Tests a link with random data, which must return unchanged. Imports no torch."""
+"""Tests a link with random data, which must return unchanged, and chooses among tested ones.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +14,8 @@ import numpy as np
 from appliance.engine.links.link import LinkSpeed, LinkTimeoutError, LinkTrial
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.engine.links.link import Link
 
 # Two ways between two ranks, tested one after another, stay below the 5 seconds of a start.
@@ -58,3 +64,37 @@ def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
         one_way.append(fastest)
     latency, whole = one_way
     return LinkTrial(link.path, LinkSpeed(latency, 4 * LARGE / whole))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChoice:
+    """The way that steps take.
+
+    Attributes:
+        trial: its test; None if no way is sound.
+        reason: why it is not the usually fastest way; empty if it is.
+    """
+
+    trial: LinkTrial | None
+    reason: str = ""
+
+
+def choose_link(trials: Sequence[LinkTrial], num_bytes: float) -> LinkChoice:
+    """Choose the sound way that is the fastest for one exchange.
+
+    Args:
+        trials: of each way, the usually fastest first.
+        num_bytes: what a rank sends in one exchange.
+    """
+    chosen = min(trials, key=lambda trial: trial.time_of(num_bytes))
+    if chosen.problem:
+        return LinkChoice(None, "; ".join(map(str, trials)))
+    before, least = trials[: trials.index(chosen)], chosen.time_of(num_bytes)
+    return LinkChoice(chosen, "; ".join(_why_not(trial, least, num_bytes) for trial in before))
+
+
+def _why_not(trial: LinkTrial, least: float, num_bytes: float) -> str:
+    if trial.problem:
+        return str(trial)
+    times = trial.time_of(num_bytes) / least
+    return f"{trial.path.value} takes {times:.1f} times as long for {num_bytes:,.0f} bytes"

@@ -106,7 +106,6 @@ class RankedDecoder:
                 layers=part.layers if isinstance(part, Stage) else None,
                 kv_bytes=group.kv_bytes[rank],
                 bytes_per_second=started.rates[rank],
-                busy=started.busy[rank],
                 reason="" if rank else started.why_whole,
                 link=None if (trial := links[rank]) is None else _link(trial, started.reason),
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.ranks.messages import Room
 from appliance.engine.ranks.pipeline import PipelineWork
+from appliance.engine.ranks.shares import LEAST_GAIN
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.model.shard.stage import Stage, check_stages, cut_layers, run_bytes
 from appliance.model.size import native_slot_bytes
@@ -14,6 +15,7 @@ from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     import ctypes
+    from collections.abc import Sequence
 
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Precision
@@ -48,12 +50,13 @@ class Stages:
         split: Split,
         precision: Precision,
         library: ctypes.CDLL,
-        bounds: tuple[int, ...] | None = None,
+        rates: Sequence[float] = (),
     ) -> Stages:
         """Divide a model.
 
         Args:
-            bounds: (size + 1,) of the ranks' layers; None divides their bytes by the shares.
+            rates: bytes per second of each rank, to divide by if the slowest one gains enough;
+                otherwise bytes are divided by the shares.
 
         Raises:
             ConfigError: it has too few layers, or layers that need other layers' inputs.
@@ -61,7 +64,16 @@ class Stages:
         spec = source.spec
         check_stages(spec, split.size)
         sizes, first, last = _layer_bytes(config, source, precision, library)
-        bounds = bounds or cut_layers(sizes, split.shares, first, last)
+        bounds = cut_layers(sizes, split.shares, first, last)
+        if rates:
+
+            def slowest(bounds: tuple[int, ...]) -> float:
+                runs = run_bytes(sizes, bounds, first, last)
+                return max(run / rate for run, rate in zip(runs, rates, strict=True))
+
+            by_rate = cut_layers(sizes, rates, first, last)
+            if slowest(by_rate) < (1 - LEAST_GAIN) * slowest(bounds):
+                bounds = by_rate
         stages = tuple(Stage.of(spec, bounds, rank) for rank in range(split.size))
         return cls(split, stages, run_bytes(sizes, bounds, first, last))
 

@@ -1,28 +1,22 @@
-"""The other ranks' processes before they load anything: measurements, and the plan from them."""
+"""The other ranks' processes before they load anything, and what was measured of them."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.rank_split.choice import choose_split
-from appliance.engine.rank_split.pipeline import ParallelChoice, RankFacts
 from appliance.engine.ranks.probes import copy_rates, try_links
 from appliance.engine.ranks.rank_group import RankGroup
+from appliance.engine.ranks.shares import RankFacts
 from appliance.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
-    from appliance.engine.links.link import LinkSpeed, LinkTrial
-    from appliance.engine.rank_split.choice import SplitPlan
-    from appliance.engine.rank_split.pipeline import PipelineCost
-    from appliance.engine.rank_split.work import ModelBytes
-    from appliance.model.shard.shard import Shard
-    from appliance.model.shard.split import Split
+    from appliance.engine.links.link import LinkTrial
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +30,6 @@ class StartedRanks:
         links: to each of them.
         facts: of all ranks.
         reason: why the links do not take the usually fastest path; empty if they do.
-        plan: predicted cost of divided layers; None for whole layers.
-        whole: predicted cost of whole layers; None for divided ones.
-        other: comparison with a pipeline; None if there cannot be one.
         why_shares: why there cannot be a pipeline; empty if there can.
         why_whole: why ranks have whole layers although shares are possible; empty otherwise.
     """
@@ -47,9 +38,6 @@ class StartedRanks:
     links: tuple[LinkTrial, ...]
     facts: tuple[RankFacts, ...]
     reason: str = ""
-    plan: SplitPlan | None = None
-    whole: PipelineCost | None = None
-    other: ParallelChoice | None = None
     why_shares: str = ""
     why_whole: str = ""
 
@@ -119,67 +107,19 @@ class StartedRanks:
             logger.warning("ranks meet %s: %s", self.links[0].path.value, self.reason)
         return self
 
-    def planned(
-        self,
-        asked: Split | None,
-        model: ModelBytes,
-        shards_of: Callable[[Split], tuple[Shard, ...]],
-        pipeline: PipelineCost | None,
-        why_shares: str,
-    ) -> StartedRanks:
-        """Settle the shares; arguments and errors as for `choose_split`.
-
-        Args:
-            pipeline: cost of whole layers; None if ranks cannot have them.
-            why_shares: why they cannot; empty if they can.
-        """
-        try:
-            plan = choose_split(asked, model, shards_of, self.facts, self.speed)
-        except BaseException:
-            self.group.close()
-            raise
-        other = None
-        if pipeline is not None:
-            other = ParallelChoice(plan.prediction.seconds, pipeline)
-        return replace(self, plan=plan, other=other, why_shares=why_shares)
-
     @property
     def rates(self) -> tuple[float, ...]:
         """Copy bandwidth of each rank, bytes per second."""
         return tuple(one.bytes_per_second for one in self.facts)
 
     def notes(self) -> tuple[str, ...]:
-        """Describe the measurements and the predicted times per token, a pipeline's included."""
+        """Describe the measurements, and why ranks have whole layers."""
         rates = ", ".join(f"{rate / 1e9:,.1f}" for rate in self.rates)
         measured = f"ranks copy {rates} GB/s, {self.slowest}"
         measured += f", since {self.reason}" if self.reason else ""
-        found = self.whole if self.plan is None else self.plan.prediction
-        assert found is not None
-        words = (
-            f"{1e3 * found.seconds:,.2f} ms a token predicted at half of the context, of which"
-            f" {1e3 * found.exchanges:,.2f} ms between ranks, as far as memory limits it:"
-            f" {measured}"
-        )
         if self.why_whole:
-            return (words, f"each rank has whole layers, since {self.why_whole}")
-        if self.other is None:
-            return (words,)
-        than = "no faster" if self.other.is_tensor else "faster"
-        return (words, f"over this link a pipeline is predicted to be {than}: {self.other}")
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """The share of a step during which each rank is predicted to read."""
-        found = self.whole if self.plan is None else self.plan.prediction
-        assert found is not None
-        return found.busy
-
-    @property
-    def speed(self) -> LinkSpeed:
-        """Speed of the slowest link."""
-        speed = self.slowest.speed
-        assert speed is not None
-        return speed
+            return (measured, f"each rank has whole layers, since {self.why_whole}")
+        return (measured,)
 
     @property
     def slowest(self) -> LinkTrial:

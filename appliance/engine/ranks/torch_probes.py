@@ -8,19 +8,17 @@ once. On a CPU gloo has one path, and its sums time out by themselves.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.engine.links.choice import choose_link
-from appliance.engine.links.device_link import device_bandwidth
 from appliance.engine.links.joint_link import send_back, try_joint
 from appliance.engine.links.link import LinkPath, LinkTrial
-from appliance.engine.links.trial import TRIAL_SECONDS
+from appliance.engine.links.trial import TRIAL_SECONDS, choose_link
 from appliance.engine.memory_request import memory_budget
-from appliance.engine.rank_split.pipeline import RankFacts
 from appliance.engine.ranks.messages import (
     LinksTried,
     MeasureGPU,
@@ -33,6 +31,7 @@ from appliance.engine.ranks.messages import (
 from appliance.engine.ranks.probes import LINK_SECONDS
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.engine.ranks.rank_process import RankProcess
+from appliance.engine.ranks.shares import RankFacts
 from appliance.errors import EngineError
 from appliance.model.shard.joint import Joint, store_in
 
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 
 OPEN_SECONDS = 600.0  # to load torch and open a device, which tests nothing yet
 MEET_SECONDS = 20.0  # beside the tests, for processes that each have a GPU
+COPY_BYTES = 256 << 20  # more than any GPU's cache
+PASSES = 3
 # NCCL's user guide, "Environment Variables": 1 copies through the host's memory instead.
 WITHOUT_PEERS = "NCCL_P2P_DISABLE"
 
@@ -206,6 +207,25 @@ def gpu_facts(group: RankGroup, own: torch.device, utilization: float) -> tuple[
         assert isinstance(answer, MemoryCopied)
         found.append(RankFacts(answer.bytes_per_second, answer.budget_bytes))
     return tuple(found)
+
+
+def device_bandwidth(device: torch.device) -> float:
+    """Return bytes per second of the fastest copy on a device; counts reads and writes."""
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(1 + PASSES):
+        _wait(device)
+        begin = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * COPY_BYTES / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _name(kind: str, rank: int) -> str:

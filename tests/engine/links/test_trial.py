@@ -7,9 +7,8 @@ import re
 import pytest
 from fake_links import FakeLink
 
-from appliance.engine.links.choice import choose_link
 from appliance.engine.links.link import LinkPath, LinkSpeed
-from appliance.engine.links.trial import TRIAL_SECONDS, try_link
+from appliance.engine.links.trial import TRIAL_SECONDS, choose_link, try_link
 
 PCIE = LinkSpeed(8e-6, 25e9)
 STAGED = LinkSpeed(25e-6, 9e9)

@@ -96,9 +96,7 @@ def test_blocks_are_shared_swapped_and_drafts_verified(
         assert second.link.path == "shared memory"
         if "tensor_parallel" in divided:
             assert first.kv_bytes == 2 * second.kv_bytes
-            assert 0 < second.busy < first.busy < 1
-            assert any("ms a token predicted at half" in words for words in engine.info.notes)
-            assert any("a pipeline is predicted to be" in words for words in engine.info.notes)
+            assert any("ranks copy " in words for words in engine.info.notes)
         assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == [expected, expected]
         stats = engine.stats()
         assert stats.swaps_total > 0
@@ -204,10 +202,7 @@ def test_adapters_are_cut_as_the_model_is(
 def test_auto_divides_by_measured_bandwidth(
     model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, float]
 ) -> None:
-    """So slow that reading outweighs what ranks exchange, even in so small a model.
-
-    Its weights are rounded to groups of 4 bits before they are divided.
-    """
+    """Weights are rounded to groups of 4 bits before they are divided."""
     monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: speeds)
     options: dict[str, Any] = {"weight_bits": 4, "kv_cache_dtype": "fp32", "max_model_len": 160}
     with loaded(model[1], **options) as alone:
@@ -244,22 +239,17 @@ def test_a_pipeline_gives_the_faster_rank_more_layers(
     with loaded(tmp_path, max_model_len=160, **options) as engine:
         runs = [rank.layers for rank in engine.info.ranks]
         assert [run[1] - run[0] for run in runs if run is not None] == layers
-        first, second = (rank.busy for rank in engine.info.ranks)
-        assert 0 < first < 1
-        assert 0.9 < first + second < 1, "one stream occupies one rank at a time"
-        assert any("ms a token predicted at half" in words for words in engine.info.notes)
 
 
-FAST, USUAL, SLOW = LinkSpeed(1e-6, 1e9), LinkSpeed(1e-3, 1e8), LinkSpeed(5e-3, 1e7)
+USUAL, SLOW = LinkSpeed(1e-3, 1e8), LinkSpeed(5e-3, 1e7)
 
 
 @pytest.mark.parametrize(
-    ("setting", "speed", "rate", "is_whole", "said"),
+    ("setting", "speed", "said"),
     [
-        ("ranks", FAST, 1e4, False, "a pipeline is predicted to be no faster: tensor parallel"),
-        ("ranks", USUAL, 1e12, True, "has whole layers, since pipeline parallel .* over shared"),
-        ("tensor_parallel", USUAL, 1e12, False, "predicted to be faster: pipeline parallel"),
-        ("tensor_parallel", SLOW, 1e12, True, "since --tensor-parallel 2 needs a faster link than"),
+        ("ranks", USUAL, ""),
+        ("ranks", SLOW, "since --ranks 2 needs a faster link than shared memory"),
+        ("tensor_parallel", SLOW, "since --tensor-parallel 2 needs a faster link than"),
     ],
 )
 def test_a_link_decides_between_shares_and_whole_layers(
@@ -267,19 +257,15 @@ def test_a_link_decides_between_shares_and_whole_layers(
     monkeypatch: pytest.MonkeyPatch,
     setting: str,
     speed: LinkSpeed,
-    rate: float,
-    is_whole: bool,
     said: str,
 ) -> None:
-    """What the user asks for gives way to a slow link only."""
     trial = LinkTrial(LinkPath.SHARED, speed)
     monkeypatch.setattr(started, "try_links", lambda ranks: (trial,))
-    monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: (rate, rate))
     options: dict[str, Any] = {setting: 2, "kv_cache_dtype": "fp32", "max_model_len": 160}
     with loaded(model[1], **options) as engine:
         first, second = engine.info.ranks
         assert any(re.search(said, words) for words in engine.info.notes), engine.info.notes
-        if is_whole:
+        if said:
             assert (first.layers, second.layers) == ((0, 1), (1, 2))
             assert re.search(said.partition("since ")[2], first.reason)
             assert ", whole layers, since " in str(first)

@@ -84,11 +84,10 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
         assert first.kv_bytes >= second.kv_bytes > 0
         assert first.kv_bytes + second.kv_bytes >= engine.info.kv_bytes
         assert min(first.bytes_per_second, second.bytes_per_second) > 0
-        assert 0 < second.busy < first.busy < 1
         assert first.link is None
         assert second.link is not None
         assert (second.link.path, second.link.reason) == ("sockets of this machine", "")
-        assert any("ms a token predicted at half" in words for words in engine.info.notes)
+        assert any("ranks copy " in words for words in engine.info.notes)
         assert state_bytes <= engine.info.state_bytes <= 1.05 * state_bytes, (
             "no state is held twice"
         )

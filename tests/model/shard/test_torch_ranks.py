@@ -12,7 +12,6 @@ from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
 from torch_ranks import CPU, TorchRankThreads
 
-from appliance.engine.rank_split.work import ModelBytes, token_work
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.loader import load_decoder
@@ -92,27 +91,3 @@ def test_the_parts_add_up(
     found = ranks.logits_of(token_ids, format=KVFormat.INT8, chunks=[7, 1, 9, 28])
     # A code may be another where a value lies between two.
     assert float((found - expected).abs().mean()) < 2e-3 * float(expected.std())
-
-
-@pytest.mark.parametrize("name", ["llama-2:1", "one group", "gemma4 with experts"])
-def test_sums_are_those_that_a_split_is_chosen_by(
-    name: str, make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
-) -> None:
-    """One for the embedding and for each mixer and MLP, and one before a norm of ranks' parts."""
-    model_type, settings, _ = CASES[name]
-    source = open_model(save(make_model(model_type, **settings)))
-    ranks = TorchRankThreads(source, Split.parse(2, "auto"))
-    sums: list[float] = []
-    first = ranks.joints[0]
-    summed = first.sum
-
-    def count(x: torch.Tensor) -> torch.Tensor:
-        sums.append(x.nbytes / len(token_ids))
-        return summed(x)
-
-    first.sum = count  # type: ignore[method-assign]
-    ranks.logits_of(token_ids)
-    model = ModelBytes.of(source.spec, source.slots(), lambda slot: 1.0, 1.0, 64, given=4)
-    gives = [section.gives for section in token_work(model, ranks.shards).sections]
-    predicted = [given for given in gives if given][:-1]  # without logits
-    assert sums == predicted
