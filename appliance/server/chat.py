@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.dialects import CallArguments, CallBegin, Content, Thought
-from appliance.server.chat_frames import ChoiceFrames, reason_of
+from appliance.server.chat_frames import ChoiceFrames
 from appliance.server.chat_logprobs import chat_logprobs
 from appliance.server.frames import DONE, data_frame
 from appliance.server.prompt_logprobs import prompt_logprobs
 from appliance.server.responses import (
-    AnsweredCall,
     AssistantMessage,
     CalledFunctionText,
     ChatChoice,
@@ -24,13 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from appliance.server.answer import Answer
+    from appliance.server.chat_calls import ChatCalls
     from appliance.server.exchange import Exchange
     from appliance.server.pieces import FinishedChoice, Piece
     from appliance.server.stream_usage import StreamUsage
 
 
 async def chat_frames(
-    exchange: Exchange, answer: Answer, *, usage: StreamUsage
+    exchange: Exchange, answer: Answer, *, calls: ChatCalls, usage: StreamUsage
 ) -> AsyncGenerator[bytes, None]:
     """Yield frames in order: role, parts of the answer, finish reason, usage, [DONE]."""
     head = ChatChunk(
@@ -53,7 +53,7 @@ async def chat_frames(
         begin, choice = b"", choices.get(piece.choice)
         if choice is None:
             choice = choices[piece.choice] = ChoiceFrames(
-                piece.choice, exchange.tokenizer, frame, alike=not usage.in_chunks
+                piece.choice, exchange.tokenizer, frame, calls, alike=not usage.in_chunks
             )
             begin = choice.begin()
         if usage.in_chunks:
@@ -70,12 +70,13 @@ async def chat_frames(
 
 
 def whole_chat(
-    exchange: Exchange, answer: Answer, wholes: Sequence[FinishedChoice]
+    exchange: Exchange, answer: Answer, wholes: Sequence[FinishedChoice], *, calls: ChatCalls
 ) -> ChatCompletion:
     """Build the answer as one object from ended choices."""
     choices = []
     for number, whole in enumerate(wholes):
-        message = _message(exchange, whole)
+        message = _message(exchange, whole, calls)
+        called = bool(message.tool_calls or message.function_call) and not whole.cuts_call
         choices.append(
             ChatChoice(
                 index=number,
@@ -83,9 +84,7 @@ def whole_chat(
                 logprobs=chat_logprobs(whole.tokens, exchange.tokenizer)
                 if exchange.logprobs
                 else None,
-                finish_reason=reason_of(
-                    whole.finish_reason, called=bool(message.tool_calls) and not whole.cuts_call
-                ),
+                finish_reason=calls.reason(whole.finish_reason, called=called),
                 cumulative_logprob=whole.cumulative_logprob,
             )
         )
@@ -100,7 +99,7 @@ def whole_chat(
     )
 
 
-def _message(exchange: Exchange, whole: FinishedChoice) -> AssistantMessage:
+def _message(exchange: Exchange, whole: FinishedChoice, form: ChatCalls) -> AssistantMessage:
     if not whole.parts:
         return AssistantMessage(whole.text)
     contents = [part.text for part in whole.parts if isinstance(part, Content)]
@@ -108,20 +107,24 @@ def _message(exchange: Exchange, whole: FinishedChoice) -> AssistantMessage:
     message = AssistantMessage("".join(contents) if contents else None)
     if thoughts:
         message.reasoning_content = message.reasoning = "".join(thoughts)
-    if calls := _calls(exchange, whole):
-        message.tool_calls = calls
+    short = exchange.tokenizer.dialect.form.short_ids
+    calls = _calls(whole)
+    if calls and form.old:
+        ((name, arguments),) = calls
+        message.function_call = CalledFunctionText(arguments, name)
+    elif calls:
+        message.tool_calls = [
+            form.call(name, arguments, new_call_id(short=short)) for name, arguments in calls
+        ]
     return message
 
 
-def _calls(exchange: Exchange, whole: FinishedChoice) -> list[AnsweredCall]:
-    calls: list[tuple[str, list[str]]] = []  # names and pieces of arguments
+def _calls(whole: FinishedChoice) -> list[tuple[str, str]]:
+    """Return names and arguments."""
+    calls: list[tuple[str, list[str]]] = []
     for part in whole.parts:
         if isinstance(part, CallBegin):
             calls.append((part.name, []))
         elif isinstance(part, CallArguments):
             calls[-1][1].append(part.text)
-    short = exchange.tokenizer.dialect.form.short_ids
-    return [
-        AnsweredCall(new_call_id(short=short), CalledFunctionText("".join(pieces), name))
-        for name, pieces in calls
-    ]
+    return [(name, "".join(pieces)) for name, pieces in calls]

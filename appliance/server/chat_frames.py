@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
-from appliance.engine.request import FinishReason
 from appliance.server.chat_logprobs import chat_logprobs
+from appliance.server.custom_tools import input_of
 from appliance.server.frames import FrameTemplate
-from appliance.server.responses import CallDelta, CalledFunctionText, ChatChunkChoice, ChatDelta
+from appliance.server.responses import (
+    CallDelta,
+    CalledCustomText,
+    CalledFunctionText,
+    ChatChunkChoice,
+    ChatDelta,
+)
 from appliance.server.tools import new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.server.chat_calls import ChatCalls
     from appliance.server.pieces import Piece
     from appliance.server.responses import ChatLogprobs
     from appliance.tokenizer import Tokenizer
 
-TOOL_CALLS = "tool_calls"
 _MARK = FrameTemplate.MARK
 
 
@@ -34,14 +40,17 @@ class ChoiceFrames:
         number: int,
         tokenizer: Tokenizer,
         frame: Callable[[ChatChunkChoice], bytes],
+        form: ChatCalls,
         *,
         alike: bool,
     ) -> None:
         self._number = number
         self._tokenizer = tokenizer
         self._frame = frame
+        self._form = form
         self._alike = alike
         self._calls = 0
+        self._input: list[str] | None = None  # pieces of a custom call's arguments, while open
         self._templates: dict[type[Part], FrameTemplate] = {}  # for the last call's arguments
 
     def begin(self) -> bytes:
@@ -53,16 +62,35 @@ class ChoiceFrames:
         frames = b""
         parts = piece.all_parts
         if piece.tokens:  # on the first part, if any is final
-            first = self._delta(parts[0]) if parts else ChatDelta(content="")
+            first = ChatDelta(content="")
+            if parts and not self._keeps(parts[0]):
+                frames += self._end_input()
+                first = self._delta(parts[0])
             frames += self._one(first, chat_logprobs(piece.tokens, self._tokenizer))
             parts = parts[1:]
         for part in parts:
-            frames += self._part(part)
+            if not self._keeps(part):
+                frames += self._end_input() + self._part(part)
         if piece.finish_reason is not None:
+            frames += self._end_input()
             called = self._calls > 0 and not piece.cuts_call
-            reason = reason_of(piece.finish_reason.value, called=called)
+            reason = self._form.reason(piece.finish_reason.value, called=called)
             frames += self._one(ChatDelta(), None, reason)
         return frames
+
+    def _keeps(self, part: Part) -> bool:
+        """Keep arguments of a custom call, whose input is known at its end."""
+        if self._input is None or not isinstance(part, CallArguments):
+            return False
+        self._input.append(part.text)
+        return True
+
+    def _end_input(self) -> bytes:
+        if self._input is None:
+            return b""
+        text, self._input = input_of("".join(self._input)), None
+        call = CallDelta(self._calls - 1, custom=CalledCustomText(text))
+        return self._one(ChatDelta(tool_calls=[call]))
 
     def _part(self, part: Part) -> bytes:
         if isinstance(part, CallBegin) or not self._alike:
@@ -80,14 +108,19 @@ class ChoiceFrames:
             case Thought(text):
                 return ChatDelta(reasoning_content=text, reasoning=text)
             case CallArguments(text):
-                call = CallDelta(self._calls - 1, CalledFunctionText(text))
+                function = CalledFunctionText(text)
+                call = CallDelta(self._calls - 1, function)
             case CallBegin(name):
                 self._calls += 1
                 self._templates.pop(CallArguments, None)
-                short = self._tokenizer.dialect.form.short_ids
+                call_id = new_call_id(short=self._tokenizer.dialect.form.short_ids)
                 function = CalledFunctionText("", name)
-                call = CallDelta(self._calls - 1, function, new_call_id(short=short), "function")
-        return ChatDelta(tool_calls=[call])
+                call = CallDelta(self._calls - 1, function, call_id, "function")
+                if name in self._form.custom:
+                    self._input = []
+                    custom = CalledCustomText("", name)
+                    call = CallDelta(self._calls - 1, id=call_id, type="custom", custom=custom)
+        return ChatDelta(function_call=function) if self._form.old else ChatDelta(tool_calls=[call])
 
     def _one(
         self,
@@ -96,8 +129,3 @@ class ChoiceFrames:
         finish_reason: str | None = None,
     ) -> bytes:
         return self._frame(ChatChunkChoice(self._number, delta, logprobs, finish_reason))
-
-
-def reason_of(reason: str, *, called: bool) -> str:
-    """Return OpenAI's finish reason; a cut-off answer keeps its reason even after a tool call."""
-    return TOOL_CALLS if called and reason == FinishReason.STOP.value else reason

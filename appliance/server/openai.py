@@ -12,6 +12,7 @@ from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.body import body_size
 from appliance.server.chat import chat_frames, whole_chat
+from appliance.server.chat_calls import ChatCalls
 from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
@@ -49,13 +50,16 @@ def openai_router(server: ServerState) -> APIRouter:
 
         async def respond() -> Response:
             owner, request_id = key_name(request.scope), request_id_of(request.scope)
+            calls = ChatCalls.of(body)
             answer, exchange = await answer_chat(
                 state, body, owner, request_id=request_id, size=body_size(request.scope)
             )
             if body.stream:
-                frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
+                usage = StreamUsage.of(body, state.config)
+                frames = chat_frames(exchange, answer, calls=calls, usage=usage)
                 return EventStream(frames, holds=answer)
-            return await whole_response(request, answer, partial(whole_chat, exchange, answer))
+            whole = partial(whole_chat, exchange, answer, calls=calls)
+            return await whole_response(request, answer, whole)
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))
 

@@ -17,6 +17,7 @@ from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.errors import ModelError
 from appliance.server.body import decode_json
 from appliance.server.chat import chat_frames
+from appliance.server.chat_calls import ChatCalls
 from appliance.server.model_state import ModelState
 from appliance.server.openai_chat import answer_chat
 from appliance.server.schema import ChatRequest
@@ -143,9 +144,9 @@ async def _answer(
         asked, _ = decode_json(json.dumps(body).encode(), ChatRequest)
         owner = next(iter(model.server.keys()), "")
         answer, exchange = await answer_chat(model, asked, owner, request_id="chat")
-        usage = StreamUsage.of(asked, model.config)
+        calls, usage = ChatCalls.of(asked), StreamUsage.of(asked, model.config)
         with answer:
-            async for frame in chat_frames(exchange, answer, usage=usage):
+            async for frame in chat_frames(exchange, answer, calls=calls, usage=usage):
                 put(frame)
     finally:
         put(None)

@@ -61,12 +61,25 @@ class CalledFunctionText(msgspec.Struct):
     name: str | UnsetType = UNSET  # only at the beginning of a call
 
 
-class AnsweredCall(msgspec.Struct):
-    """A call of a tool in a whole answer."""
+class CalledCustomText(msgspec.Struct):
+    """The called custom tool and its input."""
+
+    input: str
+    name: str | UnsetType = UNSET  # only at the beginning of a call
+
+
+class AnsweredCall(msgspec.Struct, tag_field="type", tag="function"):
+    """A call of a function in a whole answer."""
 
     id: str
     function: CalledFunctionText
-    type: Literal["function"] = "function"
+
+
+class AnsweredCustomCall(msgspec.Struct, tag_field="type", tag="custom"):
+    """A call of a custom tool in a whole answer."""
+
+    id: str
+    custom: CalledCustomText
 
 
 class AssistantMessage(msgspec.Struct):
@@ -78,7 +91,8 @@ class AssistantMessage(msgspec.Struct):
     # The thought under both names in use, and calls, if any.
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    tool_calls: list[AnsweredCall | AnsweredCustomCall] | UnsetType = UNSET
+    function_call: CalledFunctionText | UnsetType = UNSET  # if the request has `functions`
 
 
 class ChatChoice(msgspec.Struct):
@@ -120,9 +134,10 @@ class CallDelta(msgspec.Struct):
     """The beginning of a call, with id, type and name, or a piece of its arguments."""
 
     index: int
-    function: CalledFunctionText
+    function: CalledFunctionText | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    custom: CalledCustomText | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -133,6 +148,7 @@ class ChatDelta(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET  # same text as `reasoning_content`
     tool_calls: list[CallDelta] | UnsetType = UNSET  # one per chunk
+    function_call: CalledFunctionText | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

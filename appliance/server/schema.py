@@ -21,7 +21,7 @@ from appliance.engine.sampling_params import (
     MAX_STOP_STRINGS,
 )
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_SALT = 1024  # characters
 MAX_TOKENS = 2**31 - 1
 
@@ -47,6 +47,7 @@ Timeout = Annotated[
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
 TextType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
 FunctionType = Annotated[str, Meta(extra_json_schema={"const": "function"})]
+ToolType = Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom"]})]
 FormatType = Annotated[
     str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})
 ]
@@ -160,12 +161,20 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     arguments: Any = None
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of an earlier turn."""
+class CalledCustomTool(msgspec.Struct, kw_only=True):
+    """The called custom tool and its input."""
 
-    function: CalledFunction
+    name: str
+    input: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of an earlier turn, of a function or of a custom tool."""
+
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
     id: str | None = None
-    type: FunctionType | None = None
+    type: ToolType | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -176,6 +185,7 @@ class Message(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None  # before there were `tool_calls`
     reasoning_content: str | None = None
     reasoning: str | None = None  # its newer name
 
@@ -189,11 +199,34 @@ class Function(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+class ToolGrammar(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A grammar in Lark's notation or a regex."""
+
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomToolFormat(msgspec.Struct, kw_only=True):
+    """Format of a custom tool's input: text, or a grammar."""
+
+    type: str
+    grammar: ToolGrammar | None = None
+
+
+class CustomTool(msgspec.Struct, kw_only=True):
+    """Name, purpose and input of a custom tool."""
+
+    name: ToolName
+    description: str | None = None
+    format: CustomToolFormat | None = None
+
+
 class Tool(msgspec.Struct, kw_only=True):
     """A tool that the model may call."""
 
-    type: FunctionType
-    function: Function
+    type: ToolType
+    function: Function | None = None
+    custom: CustomTool | None = None
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
@@ -209,18 +242,27 @@ class NamedTool(msgspec.Struct, kw_only=True):
     function: FunctionName
 
 
+class AllowedTool(msgspec.Struct, kw_only=True):
+    """A function or a custom tool by its name."""
+
+    type: ToolType
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+
+
 class AllowedTools(msgspec.Struct, kw_only=True):
     """The tools that the model may call, or must call one of."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[AllowedTool]
 
 
 class ChosenTools(msgspec.Struct, kw_only=True):
     """The tool that the model must call, or those that it may call."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "allowed_tools"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom", "allowed_tools"]})]
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -248,6 +290,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None  # this and the next: OpenAI's names of 2023
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     # Names of the same in other APIs of chats.

@@ -27,6 +27,17 @@ Choice = Literal["none", "auto", "required"]
 
 
 @dataclass(frozen=True, slots=True)
+class Fields:
+    """Names of a body's fields with the tools and with the choice among them."""
+
+    tools: str = "tools"
+    choice: str = "tool_choice"
+
+
+FIELDS = Fields()
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """A function that the model may call.
 
@@ -75,33 +86,36 @@ class Tools:
         choice: Choice | None = None,
         named: str | None = None,
         one_call: bool = False,
+        fields: Fields = FIELDS,
     ) -> Tools:
         """Check the tools of a request.
 
         Args:
             choice: the body's `tool_choice`.
             named: the tool that the model must call once.
+            fields: names of the body's fields, for errors.
 
         Raises:
             RequestError: a definition is invalid, or the choice names none of them.
         """
         if len(offers) > MAX_TOOLS:
             raise RequestError(
-                f"there are {len(offers)} tools; at most {MAX_TOOLS} are accepted", param="tools"
+                f"there are {len(offers)} tools; at most {MAX_TOOLS} are accepted",
+                param=fields.tools,
             )
-        definitions = tuple(map(_definition, offers))
+        definitions = tuple(_definition(offer, fields.tools) for offer in offers)
         if (size := len(json.dumps(definitions, ensure_ascii=False))) > MAX_TOOL_CHARACTERS:
             raise RequestError(
                 f"the tools have {size} characters as JSON; at most {MAX_TOOL_CHARACTERS} are "
                 "accepted",
-                param="tools",
+                param=fields.tools,
             )
         schemas = {one["function"]["name"]: one["function"]["parameters"] for one in definitions}
         if len(schemas) < len(definitions):
             names = [one["function"]["name"] for one in definitions]
             twice = next(name for name in names if names.count(name) > 1)
-            raise RequestError(f"there are two tools of the name {twice!r}", param="tools")
-        required = _required(choice, named, tuple(schemas))
+            raise RequestError(f"there are two tools of the name {twice!r}", param=fields.tools)
+        required = _required(choice, named, tuple(schemas), fields.choice)
         if not definitions or choice == "none":
             return cls()
         return cls(
@@ -150,24 +164,24 @@ def new_call_id(*, short: bool) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _definition(offer: Offer) -> dict[str, Any]:
+def _definition(offer: Offer, param: str) -> dict[str, Any]:
     if not (_NAME.fullmatch(offer.name) and len(offer.name) <= offer.max_name):
         where = offer.place.rpartition(".")[0]
         raise RequestError(
             f"{where} has the name {offer.name[:140]!r}; a name has 1 to {offer.max_name} letters, "
             "digits, underscores and dashes",
-            param="tools",
+            param=param,
         )
     # Some clients write null for a keyword without a value.
     parameters = {
         name: value for name, value in (offer.parameters or {}).items() if value is not None
     }
-    check_nesting(parameters, "tools")
+    check_nesting(parameters, param)
     if parameters.get("type", "object") != "object":
-        raise RequestError(f"{offer.place} must be the schema of an object", param="tools")
+        raise RequestError(f"{offer.place} must be the schema of an object", param=param)
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict):
-        raise RequestError(f"{offer.place}.properties must be an object", param="tools")
+        raise RequestError(f"{offer.place}.properties must be an object", param=param)
     return {
         "type": "function",
         "function": {
@@ -179,18 +193,17 @@ def _definition(offer: Offer) -> dict[str, Any]:
     }
 
 
-def _required(choice: Choice | None, named: str | None, names: tuple[str, ...]) -> tuple[str, ...]:
+def _required(
+    choice: Choice | None, named: str | None, names: tuple[str, ...], param: str
+) -> tuple[str, ...]:
     if named is not None:
         if named not in names:
             raise RequestError(
-                f"tool_choice names {named[:80]!r}, which is not among the tools",
-                param="tool_choice",
+                f"{param} names {named[:80]!r}, which is not among the tools", param=param
             )
         return (named,)
     if choice == "required":
         if not names:
-            raise RequestError(
-                "tool_choice is required, but there are no tools", param="tool_choice"
-            )
+            raise RequestError(f"{param} is required, but there are no tools", param=param)
         return names
     return ()

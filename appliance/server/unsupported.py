@@ -117,8 +117,6 @@ _CHAT: Table = _ANYWHERE | {
     "chat_template": NOTHING,
     "documents": NOTHING,
     "echo": NOTHING,
-    "function_call": (*NOTHING, "none", "auto"),
-    "functions": NOTHING,
     "include_reasoning": (None, True),
     "modalities": (*NOTHING, ["text"]),
     "reasoning.exclude": NOTHING,

@@ -178,7 +178,13 @@ async def test_a_choice_allows_some_of_the_tools(serve: Serve, tokenizer: Tokeni
             (allowed("required"), "required, but there are no tools"),
             ({"type": "allowed_tools"}, "needs the field allowed_tools"),
             ({"type": "function"}, "needs the field function"),
-            ({"type": "custom"}, "supported are function and allowed_tools"),
+            ({"type": "custom"}, "needs the field custom"),
+            ({"type": "mcp"}, "supported are function, custom and allowed_tools"),
+            (
+                allowed("auto")
+                | {"allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}},
+                "needs the field function",
+            ),
         ):
             body = ask(OSLO, tool_choice=choice)
             refused = await running.http.post(CHAT, json=body)

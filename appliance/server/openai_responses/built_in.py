@@ -7,13 +7,17 @@ and back.
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from appliance.errors import RequestError
-from appliance.grammar.regular import regular
+from appliance.server.custom_tools import (
+    arguments_with,
+    custom_offer,
+    input_of,
+    read_arguments,
+)
 from appliance.server.openai_responses.answers import (
     ApplyPatchCallItem,
     CustomCallItem,
@@ -23,14 +27,13 @@ from appliance.server.openai_responses.answers import (
     ShellAction,
     ShellCallItem,
 )
-from appliance.server.tools import Offer, arguments_of
+from appliance.server.tools import Offer
 
 if TYPE_CHECKING:
     from appliance.server.openai_responses.answers import BuiltInCall, Status
     from appliance.server.openai_responses.schema import Item, ResponsesTool
 
 CUSTOM, LOCAL_SHELL, SHELL, APPLY_PATCH = "custom", "local_shell", "shell", "apply_patch"
-_HALF = re.compile(r"\\ud[89ab][0-9a-f]{2}(\\(u[0-9a-f]{0,3})?)?$", re.IGNORECASE)  # a character
 _STRING = {"type": "string"}
 _SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
     LOCAL_SHELL: (
@@ -99,34 +102,10 @@ def offer_of(tool: ResponsesTool, place: str) -> Offer:
     if tool.type in BUILT_IN:
         description, schema = _SCHEMAS[tool.type]
         return Offer(tool.type, schema, place, description)
-    texts, schema, form = [tool.description or ""], dict(_STRING), tool.format
-    strict = grammar = False
-    if form is not None and form.type == "grammar":
-        if form.definition is None or form.syntax not in ("lark", "regex"):
-            raise RequestError(
-                f"{place}.format needs a definition, in the syntax lark or regex", param="tools"
-            )
-        if form.syntax == "regex":
-            strict = True
-            schema["pattern"] = f"^(?:{form.definition})$"
-            texts.append(f"The input matches this regular expression: {form.definition}")
-        else:
-            try:
-                grammar = True
-                schema["pattern"] = f"^(?:{regular(form.definition)})$"
-            except RequestError as error:
-                where = f"{place}.format.definition"
-                raise RequestError(f"{where}: {error.message}", param=where) from error
-            texts.append(f"The input obeys this grammar in Lark's notation:\n{form.definition}")
-    elif form is not None and form.type != "text":
-        raise RequestError(
-            f"{place}.format is of type {form.type[:40]!r}; known are text and grammar",
-            param="tools",
-        )
-    parameters = {"type": "object", "properties": {"input": schema}, "required": ["input"]}
-    description = "\n\n".join(filter(None, texts))
-    return Offer(
-        tool.name or "", parameters, f"{place}.format", description, strict, grammar=grammar
+    form = tool.format
+    where = f"{place}.format"
+    return custom_offer(
+        tool.name or "", tool.description, None if form is None else form.type, form, where, where
     )
 
 
@@ -143,12 +122,12 @@ def call_item(kind: str, name: str, number: str, call_id: str) -> BuiltInCall:
 
 def fill(item: BuiltInCall, text: str, status: Status) -> None:
     """Complete an item from a call's arguments as JSON; cut ones are read as far as they go."""
-    found = _read(text)
     item.status = status
+    if isinstance(item, CustomCallItem):
+        item.input = input_of(text)
+        return
+    found = read_arguments(text)
     match item:
-        case CustomCallItem():
-            value = found.get("input", text if not found else "")
-            item.input = value if isinstance(value, str) else json.dumps(value)
         case LocalShellCallItem():
             command = found.get("command", [])
             words = command.split() if isinstance(command, str) else command
@@ -179,7 +158,7 @@ def call_of(item: Item) -> tuple[str, str] | None:
     """Return name and arguments, as JSON, of a history's call; None of another item."""
     match item.type:
         case "custom_tool_call" if item.name is not None:
-            return item.name, json.dumps({"input": item.input or ""}, ensure_ascii=False)
+            return item.name, arguments_with(item.input or "")
         case "local_shell_call" | "shell_call":
             action = {
                 name: value
@@ -191,16 +170,3 @@ def call_of(item: Item) -> tuple[str, str] | None:
         case "apply_patch_call":
             return APPLY_PATCH, json.dumps(item.operation or {}, ensure_ascii=False)
     return None
-
-
-def _read(text: str) -> dict[str, Any]:
-    """Parse an object's text; of one that was cut, the text of its last member as far as known."""
-    if (found := arguments_of(text)) is not None:
-        return found
-    text = _HALF.sub("", text)
-    for end in ('"}', '"]}', "}"):
-        for dropped in range(7):  # of an escape that was cut
-            found = arguments_of(text[: len(text) - dropped] + end)
-            if found is not None:
-                return found
-    return {}

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.sampling_params import MAX_LOGPROBS
-from appliance.server.schema import Count, Effort
+from appliance.server.schema import Count, Effort, ToolGrammar
 from appliance.server.unsupported import NOTHING, Table, foreign
 
 # Accepted without effect: prompts are never cut, and no tool runs here.
@@ -70,12 +70,10 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     output: str | list[OutputPart] | dict[str, Any] | None = None
 
 
-class CustomFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Format of a custom tool's input: text, or a grammar in Lark's notation or as a regex."""
+class CustomFormat(ToolGrammar, kw_only=True, omit_defaults=True):
+    """Format of a custom tool's input: text, or a grammar."""
 
     type: str
-    syntax: str | None = None
-    definition: str | None = None
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
