@@ -389,7 +389,7 @@ def _of_head(path: Path, config: Mapping[str, Any]) -> RerankRecipe:
     if config.get("model_type") == "llama_bidirec":
         return RerankRecipe("config.json", NEMOTRON_RERANKER, (), by_head=True, framed=True)
     settings, _ = _card(path)
-    made_of = re.search(r"^base_model:[\s-]*\S*\bQwen3-Reranker", settings, re.MULTILINE)
+    made_of = re.search(r"^base_model:[\s-]*+\S*\bQwen3-Reranker", settings, re.MULTILINE)
     if config.get("model_type") == "qwen3" and made_of:
         return RerankRecipe("README.md", QWEN3_RERANKER, (), QWEN3_INSTRUCTION, by_head=True)
     return RerankRecipe("config.json", "", (), by_head=True)

@@ -139,7 +139,7 @@ def _built(section: type[AnySection], written: Mapping[str, WrittenSetting]) -> 
         return section(**values)
     except ConfigError as error:  # two settings contradict each other
         origins = {name: one.origin for name, one in written.items()}
-        words = re.sub(r"\w+(?= \()", lambda word: origins.get(word[0], word[0]), str(error))
+        words = re.sub(r"\b\w++(?= \()", lambda word: origins.get(word[0], word[0]), str(error))
         raise ConfigError(words) from None
 
 

@@ -18,7 +18,7 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: the text is not a size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*+([kmgt]?)(i?b)?\s*", text.lower())
     if match is None:
         raise ConfigError(f"{text!r} is not a size; write it like 512MiB or 2GiB")
     number, prefix, unit = match.groups()

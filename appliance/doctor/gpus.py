@@ -154,7 +154,7 @@ def _cuda_of_torch() -> str | None:
     if spec is None or spec.origin is None:
         return None
     text = Path(spec.origin).with_name("version.py").read_text()
-    found = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.M)
+    found = re.search(r"^cuda\b[^=\n]*= '([0-9.]+)'", text, re.M)
     return None if found is None else found[1]
 
 

@@ -93,7 +93,7 @@ def _key_lines(file: Path) -> list[str]:
         text = file.read_text(errors="replace")
     except OSError:
         return []
-    table = re.search(r"^\s*\[server\.api_keys\](.*?)(?=^\s*\[|\Z)", text, re.M | re.S)
+    table = re.search(r"^[ \t]*\[server\.api_keys\](.*?)(?=^[ \t]*\[|\Z)", text, re.M | re.S)
     lines = [line for line in text.splitlines() if _is_secret(line.partition("=")[0])]
     found = re.findall(r"[\"']([^\"']+)[\"']", "\n".join([*lines, table[1] if table else ""]))
     for path in re.findall(r"api_key_file\s*=\s*[\"']([^\"']+)[\"']", text):

@@ -26,6 +26,7 @@ _TOKENS = re.compile(
     """,
     re.VERBOSE,
 )
+_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)")
 _EXPONENT = "[eE][+-]?[0-9]+"
 _FLOAT = rf"(?:[0-9]+{_EXPONENT}|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:{_EXPONENT})?)"
 _NUMBER = rf"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:{_EXPONENT})?"
@@ -308,9 +309,8 @@ def _plain(token: _Token) -> str:
         simple = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\f": "\f", "\\v": "\v"}
         return simple.get(one[:2]) or (one[1:] if len(one) == 2 else chr(int(one[2:], 16)))
 
-    code = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)"
     try:
-        return re.sub(code, unescaped, inner)
+        return _ESCAPE.sub(unescaped, inner)
     except (ValueError, OverflowError):
         raise RequestError(f"line {token.line}: {token.text[:40]} has no such character") from None
 

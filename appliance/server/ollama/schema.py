@@ -22,7 +22,8 @@ Most = Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-2,
 
 
 KeepAlive = str | float | None  # seconds, or a duration such as 5m
-_ZERO = re.compile(r"[+-]?(0+(\.0*)?(ns|us|µs|ms|s|m|h)?)+")
+# Nothing is given back (`++`): otherwise each zero would double the ways to read them.
+_ZERO = re.compile(r"[+-]?(?:0++(?:\.0*+)?+(?:ns|us|µs|ms|s|m|h)?+)++")
 
 
 def unloads(keep_alive: KeepAlive) -> bool:
