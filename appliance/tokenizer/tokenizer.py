@@ -243,6 +243,24 @@ class Tokenizer:
             lambda messages, tools: template.render(messages, tools=tools), "\n".join(texts)
         )
 
+    @cached_property
+    def template_takes_pairs(self) -> bool:
+        """True if the chat template is for a query and a document, as rerankers have one.
+
+        Raises:
+            ChatTemplateError: the template exceeds its limits on a short pair.
+        """
+        from appliance.tokenizer.isolation import TemplateLimitError
+
+        pair = [{"role": role, "content": f"<{role}>"} for role in ("query", "document")]
+        try:
+            text = self._template().render(pair)
+        except TemplateLimitError:
+            raise
+        except ChatTemplateError:
+            return False
+        return all(turn["content"] in text for turn in pair)
+
     def control_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those texts that are control tokens."""
         return frozenset(self.mark_ids(texts).values()) & self._control_ids

@@ -163,21 +163,10 @@ def encoded_pairs(
     tokenizer: Tokenizer, recipe: RerankRecipe, instruction: str, pairs: Sequence[tuple[str, str]]
 ) -> list[tuple[list[int], int]]:
     """Return each pair's ids, and where its second text begins; behind all if that is not known."""
-    if not (recipe.template or _has_both_roles(tokenizer)):
+    if not (recipe.template or tokenizer.template_takes_pairs):
         return [tokenizer.encode_pair(*pair) for pair in pairs]
     prompts = [_prompt(tokenizer, recipe, instruction, *pair) for pair in pairs]
     return [(ids, len(ids)) for ids in prompts]
-
-
-def _has_both_roles(tokenizer: Tokenizer) -> bool:
-    """Return True if the chat template is for a query and a document, as rerankers have one."""
-    if tokenizer.chat_template is None:
-        return False
-    try:
-        shown = tokenizer.chat_template.render(_turns("<query>", "<document>", ""))
-    except ChatTemplateError:
-        return False
-    return "<query>" in shown and "<document>" in shown
 
 
 def _turns(query: str, document: str, instruction: str) -> list[dict[str, str]]:

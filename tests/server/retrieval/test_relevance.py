@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import transformers
 from encoder_models import write_tokenizer
 from waiting import until
 
+from appliance.errors import ChatTemplateError
 from appliance.files import write_json
 from appliance.retrieval_recipe import (
     QWEN3_INSTRUCTION,
@@ -19,7 +21,7 @@ from appliance.retrieval_recipe import (
     RetrievalRecipe,
 )
 from appliance.server.retrieval.relevance import encoded_pairs
-from appliance.tokenizer import Tokenizer
+from appliance.tokenizer import ChatTemplate, Tokenizer
 from tests.server.retrieval.test_embeddings import vector
 
 if TYPE_CHECKING:
@@ -181,3 +183,24 @@ def test_a_decoders_head_reads_both_texts_in_its_makers_words(
         return
     text = wanted.format(query="a bc", document="cab", instruction=QWEN3_INSTRUCTION)
     assert ids == reference(text, add_special_tokens=special)["input_ids"]
+
+
+def test_a_template_is_asked_once_if_it_takes_pairs_and_within_its_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    recipe = RerankRecipe("config.json", "", (), by_head=True)
+    tokenizer = Tokenizer.from_path(tmp_path)
+    tokenizer.chat_template = ChatTemplate("{{ messages[0].content }}", {})
+    template = Mock(wraps=tokenizer.chat_template.render)
+    monkeypatch.setattr(ChatTemplate, "render", template)
+    for _ in range(3):
+        encoded_pairs(tokenizer, recipe, "", [("a", "b")] * 2)
+    assert template.call_count == 1
+    monkeypatch.undo()
+    hostile = Tokenizer.from_path(tmp_path)
+    hostile.chat_template = ChatTemplate("{{ 'a' | center(10**10) }}", {})
+    hostile.isolate_template()
+    with pytest.raises(ChatTemplateError, match="1024 MiB"):
+        encoded_pairs(hostile, recipe, "", [("a", "b")])
+    hostile.close()
