@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from appliance.server.state import ServerState
 
+_LONGEST = 4  # names in a route's path
+
 CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connection
 
 
@@ -115,11 +117,19 @@ async def _answer_error(
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.scope["path"]
         managed = path.startswith(MANAGING)
-        error.detail = (
-            f"{path[:100]!r} is not served: `appliance models` fetches and removes models"
-            if managed
-            else f"there is no {path[:100]!r} here; /openapi.json lists what there is"
-        )
+        meant = _meant(routes, request.scope)
+        if managed:
+            error.detail = (
+                f"{path[:100]!r} is not served: `appliance models` fetches and removes models"
+            )
+        elif meant is not None:
+            error.detail = (
+                f"there is no {path[:100]!r} here, but {meant!r}: change the base URL in the "
+                "client's settings by what differs"
+            )
+            return error_response(error, {**request.scope, "path": meant})  # as its protocol has it
+        else:
+            error.detail = f"there is no {path[:100]!r} here; /openapi.json lists what there is"
     return error_response(error, request.scope)
 
 
@@ -130,6 +140,16 @@ def _methods_of(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
         if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:
             found |= route.methods or set()
     return found | {"HEAD"} if "GET" in found else found
+
+
+def _meant(routes: Sequence[BaseRoute], scope: Scope) -> str | None:
+    """Return the route of a path whose beginning is another: a client joined it to a wrong URL."""
+    names = [name for name in scope["path"].split("/") if name][-_LONGEST:]
+    for end in ("/".join(names[place:]) for place in range(len(names))):
+        for path in (f"/{end}", f"/v1/{end}"):
+            if _methods_of(routes, {**scope, "path": path}):
+                return path[:100]
+    return None
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import anthropic
+import ollama
 import openai
 import pytest
 
@@ -102,6 +104,28 @@ async def test_errors_have_their_classes(serve: Serve) -> None:
         assert caught.value.request_id
         with pytest.raises(openai.AuthenticationError, match="wrong"):
             await running.openai.with_options(api_key="other").models.list()
+
+
+async def test_a_wrong_base_url_is_told_from_the_right_one(serve: Serve) -> None:
+    """The mistakes are those that issues of clients tell of: a part too little or too much."""
+    async with serve() as running:
+        for end in ("", "/v1/chat/completions", "/api/v1", "/v1/v1", "//v1", "/openai/deployments"):
+            client = running.openai.with_options(base_url=f"{running.url}{end}")
+            with pytest.raises(openai.NotFoundError, match="but '/v1/chat/completions': change"):
+                await client.chat.completions.create(model="echo", messages=MESSAGES)
+        wrong = f"{running.url}/v1"
+        async with anthropic.AsyncAnthropic(base_url=wrong, api_key="none") as claude:
+            with pytest.raises(anthropic.NotFoundError, match="but '/v1/messages': change"):
+                await claude.messages.create(
+                    model="echo", max_tokens=4, messages=[{"role": "user", "content": "hi"}]
+                )
+        async with ollama.AsyncClient(wrong) as llama:
+            with pytest.raises(ollama.ResponseError, match="but '/api/chat': change"):
+                await llama.chat("echo", [{"role": "user", "content": "hi"}])
+        for path in ("/chat", "/v2/" + "a/" * 30_000):
+            missing = await running.http.post(path, json={})
+            assert missing.status_code == 404
+            assert "lists what there is" in missing.text
 
 
 async def test_an_error_in_mid_stream_is_raised(serve: Serve) -> None:
