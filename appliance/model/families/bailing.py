@@ -46,10 +46,8 @@ def _read(config: ConfigReader) -> DecoderSpec:
         qk_norm=NormSpec(config.number("rms_norm_eps")) if config.flag("use_qk_norm") else None,
     )
     layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
-    shared = 0
-    if config.value("num_shared_experts"):
-        width = config.integer("moe_intermediate_size")
-        shared = config.integer("num_shared_experts") * width
+    shared = config.optional_integer("num_shared_experts") or 0
+    shared *= config.integer("moe_intermediate_size")
     experts = read_experts(
         config,
         count="num_experts",
@@ -142,7 +140,7 @@ def _read_first(config: ConfigReader) -> DecoderSpec:
     )
     layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
     width = config.integer("moe_intermediate_size")
-    shared = config.integer("num_shared_experts") if config.value("num_shared_experts") else 0
+    shared = config.optional_integer("num_shared_experts") or 0
     experts = read_experts(
         config,
         count="num_experts",

@@ -59,8 +59,7 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
         raise config.refuse("moe_gate", "topk")
     head_dim, layers = read_head_dim(config), config.integer("num_hidden_layers")
     attention = read_attention(config, read_rope(config, head_dim), head_dim)
-    shared_key = "moe_num_shared_experts"
-    shared = config.integer(shared_key) if config.value(shared_key) else 0
+    shared = config.optional_integer("moe_num_shared_experts") or 0
     config.number("moe_norm_min")  # a least sum of weights, which a softmax is above
     experts = read_experts(
         config,

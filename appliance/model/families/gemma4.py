@@ -98,7 +98,7 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
         read_head_dim(config),
         config.integer("num_key_value_heads", config.integer("num_attention_heads")),
     )
-    if "per_layer_config" not in config:
+    if not config.is_given("per_layer_config"):
         kv_heads = config.integer("num_global_key_value_heads", local.num_kv_heads)
         shared = config.flag("attention_k_eq_v")
         head_dim = config.integer("global_head_dim")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
-from appliance.model.families.rope import read_rope, rope_section
+from appliance.model.families.rope import read_rope, rope_kind, rope_section
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import TensorNames
 from appliance.model.spec import HeadNormKind, NormSpec, RopeSpec
@@ -38,8 +38,7 @@ def _read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
     Of that kind all other settings are without effect.
     """
     section = rope_section(config)
-    kind = section.value("rope_type") or section.value("type")
-    if kind != "dynamic" or not section.value("alpha") or head_dim <= 2:
+    if rope_kind(section) != "dynamic" or not section.value("alpha") or head_dim <= 2:
         return read_rope(config, head_dim)
     theta = section.number("rope_theta", config.number("rope_theta"))
     scaled = theta * section.number("alpha") ** (head_dim / (head_dim - 2))

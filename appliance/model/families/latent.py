@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from appliance.model.families.rope import read_rope, rope_section
+from appliance.model.families.rope import read_rope, rope_kind, rope_section
 from appliance.model.spec import LatentAttentionSpec, NormSpec
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ def read_latent_attention(
 def _stretched(config: ConfigReader) -> float:
     """Read YaRN's factor of queries and keys, which their rotation does not include."""
     section = rope_section(config)
-    kind = section.value("rope_type") or section.value("type") or "default"
     share = section.optional_number("mscale_all_dim")
-    if kind == "default" or not share:
+    if rope_kind(section) == "default" or not share:
         return 1.0
     factor = section.number("factor")
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0

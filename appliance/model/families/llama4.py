@@ -73,7 +73,7 @@ def _read_turning(config: ConfigReader, count: int) -> list[bool]:
     """Read which layers rotate: 1 in `no_rope_layers` means that one does."""
     listed = config.value("no_rope_layers")
     interval = config.integer("no_rope_layer_interval")
-    if not listed:
+    if listed is None or listed == []:
         return [(index + 1) % interval != 0 for index in range(count)]
     fits = isinstance(listed, list) and len(listed) >= count
     if not fits or any(each not in (0, 1) for each in listed):

@@ -14,7 +14,7 @@ from appliance.model.families.gguf_config import (
     gguf_experts,
 )
 from appliance.model.families.qwen3 import read_qwen3_attention
-from appliance.model.families.standard import read_decoder, read_head_dim
+from appliance.model.families.standard import read_decoder, read_head_dim, read_window
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
@@ -35,8 +35,8 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 def _window(config: ConfigReader) -> int | None:
-    slides, window = config.flag("use_sliding_window"), config.value("sliding_window")
-    return config.integer("sliding_window") if slides and window else None
+    config.value("sliding_window")  # without effect where none slides
+    return read_window(config) if config.flag("use_sliding_window") else None
 
 
 def _mapping(architecture: str) -> GGUFMapping:

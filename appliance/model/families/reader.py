@@ -141,6 +141,11 @@ class ConfigReader:
             raise self._wrong(key, value, f"a number {in_words(usual)}")
         return float(value)
 
+    def optional_integer(self, key: str) -> int | None:
+        """Read a whole number; none if it is null or 0, and nothing else counts as that."""
+        value = self.value(key)
+        return None if value is None or value == 0 else self.integer(key)
+
     def optional_number(self, key: str) -> float | None:
         return None if self.value(key) is None else self.number(key)
 

@@ -66,7 +66,7 @@ def read_rope_of_context(config: ConfigReader, head_dim: int) -> RopeSpec:
     That scaling grows with what is beyond `max_position_embeddings`, which no sequence reaches.
     """
     section = rope_section(config)
-    if (section.value("rope_type") or section.value("type")) != "dynamic":
+    if rope_kind(section) != "dynamic":
         return read_rope(config, head_dim)
     theta = section.number("rope_theta", config.number("rope_theta"))
     return RopeSpec(theta=theta, rotary_dim=head_dim)
@@ -77,6 +77,15 @@ def rope_section(config: ConfigReader) -> ConfigReader:
     old = config.section("rope_scaling", _OF_SECTION)
     new = config.section("rope_parameters", _OF_SECTION)
     return old if config.value("rope_scaling") else new
+
+
+def rope_kind(section: ConfigReader) -> str:
+    """Read the name of a scaling, by its new or its old key."""
+    return section.text(_kind_key(section), "default")
+
+
+def _kind_key(section: ConfigReader) -> str:
+    return "rope_type" if "rope_type" in section else "type"
 
 
 def section_of_layers(sections: ConfigReader, kind: str) -> ConfigReader:
@@ -124,10 +133,9 @@ def scaled_rope(
         partial: the family may rotate only part of a head.
         share: that part, if the section has none.
     """
-    key = "rope_type" if section.value("rope_type") else "type"
-    kind = section.text(key, "default")
+    kind = rope_kind(section)
     if kind not in _SCALINGS:
-        raise section.refuse(key, ", ".join(_SCALINGS))
+        raise section.refuse(_kind_key(section), ", ".join(_SCALINGS))
     # Qwen3-Omni says twice how images' positions lie; alone it is another model's order of pairs.
     is_of_images = section.is_given("mrope_interleaved") and section.is_given("mrope_section")
     section.refuse_unknown(_KNOWN_KEYS | ({"interleaved"} if is_of_images else frozenset()))

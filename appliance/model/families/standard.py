@@ -220,7 +220,7 @@ def read_activation(
 
 def read_window(config: ConfigReader) -> int | None:
     """Read `sliding_window`; none if null or 0."""
-    return config.integer("sliding_window") if config.value("sliding_window") else None
+    return config.optional_integer("sliding_window")
 
 
 def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:

@@ -172,7 +172,7 @@ def _read_mlps(config: ConfigReader, count: int) -> list[MLPSpec | ExpertsSpec |
 
 def _read_gatings(config: ConfigReader, key: str, count: int) -> list[Gating]:
     """Read each layer's bound of gate and up; 0 and null are none."""
-    listed = config.value(key) or [None] * count
+    listed = config.value(key, [None] * count)
     usual = RANGES["swiglu_limit"]
     fits = isinstance(listed, list) and len(listed) == count
     if not fits or any(each and (isinstance(each, bool) or each not in usual) for each in listed):
