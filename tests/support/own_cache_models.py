@@ -53,6 +53,15 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
     },
     "diffllama": {},
     "doge": {"num_experts": 4},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "lm_head_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+    },
     "falcon_mamba": {"state_size": 16},
     "hy_v4": _LATENT | _INDEX | _EXPERTS | {"n_group": 1, "topk_group": 1, "head_dim": 8},
     "inkling_text": {

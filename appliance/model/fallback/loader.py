@@ -93,7 +93,7 @@ def load_fallback(
     names = zip(source.fallback.attention, itertools.count())
     places = {modules[name]: (i, source.spec.attention_layers[i]) for name, i in names}
     body = body_of(model, is_whole=source.fallback.is_whole)
-    setattr(model, model.base_model_prefix, IdentityModel())
+    _without_layers(model)
     return FallbackDecoder(
         spec=source.spec,
         operations=operations,
@@ -119,7 +119,7 @@ def _with_own_caches(
     places = tuple((modules[name], attribute) for name, attribute in source.fallback.inside)
     first = tuple(getattr(module, name) for module, name in places)
     begun = replace(begin(model, body), inside=Attributes(places, first))
-    setattr(model, model.base_model_prefix, IdentityModel())
+    _without_layers(model)
     decoder = OwnCacheDecoder(
         spec=source.spec,
         operations=operations,
@@ -133,31 +133,62 @@ def _with_own_caches(
     return replace(decoder, several=several)
 
 
+def _without_layers(model: Any) -> None:
+    """Leave of a model what comes after its layers."""
+    place = model.base_model_prefix
+    setattr(model, place, IdentityModel(getattr(model, place)))
+
+
 def _fill_buffers(model: Any, device: torch.device) -> None:
     """Compute what no checkpoint holds, such as rotary frequencies, as transformers does."""
     saved = model.state_dict().keys()
+    owners: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
         own = dict(module.named_buffers(prefix, recurse=False))
-        names = [name for name in own if name not in saved]
+        if names := [name for name in own if name not in saved]:
+            owners[prefix] = names
         for name in names:
             empty = torch.empty_like(own[name], device=device)
             _set(module, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty)
-        if not names:
-            continue
-        with torch.no_grad():
-            _initializer(model, prefix)(module)
-        filled = dict(module.named_buffers(prefix, recurse=False))
+    for prefix in owners:
+        _initialize(model, prefix)
+    # Some are filled by the module that their owner is in, as Falcon H1's are.
+    around = dict.fromkeys(
+        place
+        for prefix, names in owners.items()
+        if not _are_filled(model.get_submodule(prefix), names, device)
+        for place in _places_around(prefix)
+    )
+    for place in around:
+        _initialize(model, place)
+    for prefix, names in owners.items():
         for name in names:
-            if not bool(torch.isfinite(filled[name].to(device)).all()):
+            if not _are_filled(model.get_submodule(prefix), [name], device):
                 raise UnsupportedModelError(
                     f"{name} is in no checkpoint, and transformers does not compute it"
                 )
 
 
+def _initialize(model: Any, place: str) -> None:
+    with torch.no_grad():
+        _initializer(model, place)(model.get_submodule(place))
+
+
+def _places_around(place: str) -> list[str]:
+    """List the names of the modules that one is in, from the inside."""
+    parts = place.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
+
+
+def _are_filled(module: nn.Module, names: list[str], device: torch.device) -> bool:
+    """Return True if none of a module's buffers is still NaN, or infinite."""
+    buffers = (module._buffers[name.rpartition(".")[2]] for name in names)
+    return all(b is not None and bool(torch.isfinite(b.to(device)).all()) for b in buffers)
+
+
 def _initializer(model: Any, place: str) -> Callable[[nn.Module], None]:
     """Return what fills a module: of the innermost model that it is in."""
-    parts = place.split(".")
-    inner = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
+    inner = (model.get_submodule(each) for each in (place, *_places_around(place)))
     found: Callable[[nn.Module], None] = next(
         part._init_weights for part in inner if hasattr(part, "_init_weights")
     )

@@ -83,7 +83,19 @@ class _Output:
 
 
 class IdentityModel(nn.Module):
-    """Stands where a model's layers were: its output is what it is given."""
+    """Stands where a model's layers were: its output is what it is given.
+
+    Args:
+        layers: gives it what a class's head asks of them, such as Falcon H1's `lm_head_multiplier`.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self._asked = (layers,)  # no module of its own
+
+    def __getattr__(self, name: str) -> Any:
+        asked = self.__dict__.get("_asked", ())
+        return getattr(asked[0], name) if asked else super().__getattr__(name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         """Return hidden states as the layers would."""

@@ -123,7 +123,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
     """Run what comes after the body."""
     name = model.base_model_prefix
     body = getattr(model, name)
-    setattr(model, name, IdentityModel())
+    setattr(model, name, IdentityModel(body))
     try:
         logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
     finally:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from appliance.model.fallback.own_cache import Held, OwnCacheDecoder
 
-ASKED = os.environ.get("APPLIANCE_TEST_CLASSES", "bloom,deepseek_v4,recurrent_gemma")
+ASKED = os.environ.get("APPLIANCE_TEST_CLASSES", "bloom,deepseek_v4,falcon_h1,recurrent_gemma")
 NAMES = sorted(OWN_CACHES) if ASKED == "all" else ASKED.split(",")
 CUT = [20, 1, 1, 3, 14, 1, 5]
 
