@@ -123,17 +123,20 @@ def unplaced(
     )
     factors = _factors(spec)
 
-    def is_unused(name: str) -> bool:
-        if name in elsewhere:
-            return True
-        if name in factors or name.startswith((*unread, *OTHER_PARTS)):
+    def is_explained(name: str) -> bool:
+        if name in elsewhere or name in factors or name.startswith(unread):
             return True
         block = _BLOCK.match(name)
         if block is not None and len(spec.layers) <= int(block[1]) < num_blocks:
             return True
-        return any(re.fullmatch(pattern, name) for pattern in _UNUSED)
+        return is_unused(name)
 
-    return sorted(name for name in names if not is_unused(name))
+    return sorted(name for name in names if not is_explained(name))
+
+
+def is_unused(name: str) -> bool:
+    """Return True for a tensor that changes no generated text, whatever the architecture."""
+    return name.startswith(OTHER_PARTS) or any(re.fullmatch(p, name) for p in _UNUSED)
 
 
 def _factors(spec: DecoderSpec) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -55,13 +56,81 @@ class _Place:
     rows: int | None = None
 
 
-class GGUFWeights:
-    """Reads tensors by their Hugging Face names; quantized ones keep their codes."""
+class GGUFReader(ABC):
+    """A file's tensors under their Hugging Face names, and the form of each in the file."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+
+    @abstractmethod
+    def tensor_names(self) -> list[str]:
+        """List the Hugging Face names of all tensors that are there."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, (out_features, in_features) of a linear."""
+
+    @abstractmethod
+    def load_rows(self, name: str, start: int, stop: int) -> Weight:
+        """Read rows `start` to `stop` of a tensor."""
+
+    @abstractmethod
+    def usual_name(self, name: str) -> str:
+        """Return the name that a file of this architecture gives to a tensor."""
+
+    @abstractmethod
+    def unplaced(self) -> list[str]:
+        """Return the file's tensors that no slot reads and that are not known to be unused."""
+
+    @abstractmethod
+    def _matrix(self, name: str) -> str | None:
+        """Return the stored tensor of a matrix that is not computed from others."""
+
+    def load(self, name: str) -> Weight:
+        shape = self.shape(name)
+        return self.load_rows(name, 0, shape[0] if shape else 1)
+
+    def packed_bits(self, name: str) -> int | None:
+        """Return the bits of a matrix's codes in packed form; None if it loads dense."""
+        stored = self._matrix(name)
+        return None if stored is None else widened_bits(self._file.type_name(stored))
+
+    def float_bits(self, name: str) -> int | None:
+        """Return the bits of a weight's floating-point codes; None if it has none."""
+        stored = self._matrix(name)
+        return None if stored is None else FLOAT_BITS.get(self._file.type_name(stored))
+
+    def held_bytes(self, name: str) -> float:
+        """Return a matrix's bytes per weight as kernels hold it, scales included."""
+        stored = self._matrix(name)
+        assert stored is not None, f"{name} is no matrix"
+        return held_bytes(self._file.type(stored))
+
+    def is_held(self, name: str) -> bool:
+        """Return True if a matrix's blocks are multiplied as they are in the file."""
+        stored = self._matrix(name)
+        return stored is not None and self._file.type_name(stored) in HELD_TYPES
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what is left out, and the loss in types that the packed form cannot hold exactly."""
+        others = sum(name.startswith(OTHER_PARTS) for name in self._file.tensor_names())
+        losses = self._file.losses()
+        if not losses:
+            return left_out(others)
+        each = ", ".join(f"{name} {error:.2%}" for name, error in sorted(losses.items()))
+        return (
+            *left_out(others),
+            f"brought into packed form with a relative error of the weights of {each}",
+        )
+
+
+class GGUFWeights(GGUFReader):
+    """Tensors of a family's model; quantized ones keep their codes."""
 
     def __init__(self, file: GGUFFile, family: Family, spec: DecoderSpec) -> None:
         assert family.gguf is not None
+        super().__init__(file)
         present = set(file.tensor_names())
-        self._file = file
         self._mapping = family.gguf
         self._names, self._gguf_names = names_of_file(family, present)
         self._spec = spec
@@ -76,11 +145,9 @@ class GGUFWeights:
         return list(self._places)
 
     def usual_name(self, name: str) -> str:
-        """Return the name that a file of this architecture gives to a tensor."""
         return self._usual[name]
 
     def unplaced(self) -> list[str]:
-        """Return the file's tensors that no slot reads and that are not known to be unused."""
         held = {place.stored for place in self._places.values()} | set(self._scales.values())
         for place in self._places.values():
             if place.slot.role is Role.LATENT_HEADS:  # some files have both forms of it
@@ -93,7 +160,6 @@ class GGUFWeights:
         return unplaced(left, self._spec, self._gguf_names, blocks, elsewhere)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, (out_features, in_features) of a linear."""
         place = self._places[name]
         slot, stored = place.slot, place.stored
         if stored is None:
@@ -112,53 +178,16 @@ class GGUFWeights:
             shape = shape[1:]
         return (*slot.shape[:1], *shape[1:]) if shape[:1] == (place.rows,) else shape
 
-    def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a matrix's codes in packed form; None if it loads dense."""
-        stored = self._matrix(name)
-        return None if stored is None else widened_bits(self._file.type_name(stored))
-
-    def held_bytes(self, name: str) -> float:
-        """Return a matrix's bytes per weight as kernels hold it, scales included."""
-        stored = self._places[name].stored
-        assert stored is not None, f"{name} is no matrix"
-        return held_bytes(self._file.type(stored))
-
-    def is_held(self, name: str) -> bool:
-        """Return True if a matrix's blocks are multiplied as they are in the file."""
-        stored = self._matrix(name)
-        return stored is not None and self._file.type_name(stored) in HELD_TYPES
-
     def block_size(self, name: str) -> int:
         """Return the number of inputs that share scales in the file."""
         stored = self._places[name].stored
         return 1 if stored is None else self._file.type(stored).block_size
 
-    def float_bits(self, name: str) -> int | None:
-        """Return the bits of a weight's floating-point codes; None if it has none."""
-        stored = self._matrix(name)
-        return None if stored is None else FLOAT_BITS.get(self._file.type_name(stored))
-
     def _matrix(self, name: str) -> str | None:
-        """Return the stored tensor of a matrix that is not computed from two."""
         place = self._places[name]
         if place.stored is None or self._is_halved(place.slot, place.stored):
             return None
         return place.stored if len(self.shape(name)) == 2 else None
-
-    def notes(self) -> tuple[str, ...]:
-        """Say what is left out, and the loss in types that the packed form cannot hold exactly."""
-        others = sum(name.startswith(OTHER_PARTS) for name in self._file.tensor_names())
-        losses = self._file.losses()
-        if not losses:
-            return left_out(others)
-        each = ", ".join(f"{name} {error:.2%}" for name, error in sorted(losses.items()))
-        return (
-            *left_out(others),
-            f"brought into packed form with a relative error of the weights of {each}",
-        )
-
-    def load(self, name: str) -> Weight:
-        return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
         weight = self._load_rows(name, start, stop)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels import arrays
-from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.gguf_weights import GGUFReader
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def slot_bytes(
     )
     count = math.prod(slot.shape)
     weights = source.weights
-    if stay_packed and isinstance(weights, GGUFWeights) and weights.is_held(slot.name):
+    if stay_packed and isinstance(weights, GGUFReader) and weights.is_held(slot.name):
         rows = math.ceil(slot.shape[0] / _GPU_ROWS) * _GPU_ROWS
         return rows * slot.shape[1] * weights.held_bytes(slot.name)
     bits = source.weights.packed_bits(slot.name)
@@ -102,7 +102,7 @@ def native_slot_bytes(
     bits, float_bits = weights.packed_bits(slot.name), weights.float_bits(slot.name)
     if len(slot.shape) != 2:  # norms, biases and filters
         total = 4.0 * count
-    elif isinstance(weights, GGUFWeights) and (bits or float_bits):
+    elif isinstance(weights, GGUFReader) and (bits or float_bits):
         total = count * weights.held_bytes(slot.name)
     elif float_bits == 4:
         total = count * (float_bits / 8 + _SCALE_BYTES_PER_WEIGHT)

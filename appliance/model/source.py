@@ -12,6 +12,8 @@ from appliance.gguf import GGUFFile, starts_as_gguf
 from appliance.gguf_names import is_gguf
 from appliance.model.deciding_settings import deciding_settings
 from appliance.model.expert_tensors import separate_experts
+from appliance.model.fallback.from_gguf import WeightsOfClass
+from appliance.model.fallback.gguf_classes import GGUF_CLASSES
 from appliance.model.families.limits import check_quantization
 from appliance.model.families.registry import (
     family_of_gguf,
@@ -21,7 +23,7 @@ from appliance.model.families.registry import (
 )
 from appliance.model.families.text_parts import family_settings, text_settings
 from appliance.model.gguf_tensors import names_of_file, with_stored_biases
-from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.gguf_weights import GGUFReader, GGUFWeights
 from appliance.model.leftovers import leftover_notes, leftover_problems, leftovers
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
@@ -246,6 +248,9 @@ def _open_fallback(
 def _open_gguf(path: Path, in_torch: bool, settings: Mapping[str, Any] | None) -> ModelSource:
     file = GGUFFile(path, in_torch=in_torch, vocabulary=False)
     file = file if settings is None else file.with_metadata(settings)
+    label = str(file.metadata.get("general.architecture"))
+    if label in GGUF_CLASSES:
+        return _open_gguf_class(file, label)
     family = family_of_gguf(file.metadata)
     assert family.gguf is not None
     config = family.gguf.config(file)
@@ -257,11 +262,26 @@ def _open_gguf(path: Path, in_torch: bool, settings: Mapping[str, Any] | None) -
     return ModelSource(file.path, replace(family, names=own), config, spec, weights)
 
 
+def _open_gguf_class(file: GGUFFile, label: str) -> ModelSource:
+    """Open a file of a class that transformers' modules run; loads both libraries."""
+    from appliance.model.fallback.description import describe
+
+    found = GGUF_CLASSES[label]
+    config = found.settings(file, label)
+    places = found.places(file, config["num_hidden_layers"])
+    try:
+        fallback, spec = describe(config, str(file.path), list(places))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file.path}: {error}; serve it with llama.cpp") from error
+    weights = WeightsOfClass(file, found, places, fallback.slots)
+    return ModelSource(file.path, fallback.family, config, spec, weights, fallback)
+
+
 def tensor_problems(source: ModelSource) -> Iterator[CheckpointError]:
     """Find every tensor that is missing, of another shape, or without a place in the model."""
     present = set(source.weights.tensor_names())
     yield from _slot_problems(source, source.slots(), present)
-    if isinstance(source.weights, GGUFWeights):
+    if isinstance(source.weights, GGUFReader):
         for name in source.weights.unplaced():
             yield CheckpointError(
                 f"{source.path.name}: tensor {name} has no place in a {source.spec.architecture} "
@@ -282,14 +302,14 @@ def _slot_problems(
     source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]
 ) -> Iterator[CheckpointError]:
     weights = source.weights
-    is_gguf = isinstance(weights, GGUFWeights)  # whose tensors are listed at its start
+    is_gguf = isinstance(weights, GGUFReader)  # whose tensors are listed at its start
     advice = (
         "use another file of the model"
         if is_gguf
         else "take config.json and weights of one revision"
     )
     for slot in slots:
-        known = weights.usual_name(slot.name) if isinstance(weights, GGUFWeights) else slot.name
+        known = weights.usual_name(slot.name) if isinstance(weights, GGUFReader) else slot.name
         where = f"{source.path.name}: tensor {known}"
         if slot.name not in present:
             yield CheckpointError(f"{where} is missing{_asked_for(source, slot)}; {advice}")

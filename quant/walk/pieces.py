@@ -10,7 +10,7 @@ from torch import Tensor
 
 from appliance.errors import QuantizeError
 from appliance.kernels.weight import dense, some_rows
-from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.gguf_weights import GGUFReader
 from appliance.model.linear import LinearPart
 from appliance.model.reader import ModelReader
 from appliance.model.tensor_reader import TensorReader
@@ -48,7 +48,7 @@ class WeightPieces:
         self._reader: ReadsRows | None = None
         is_packed = weights.packed_bits(name) is not None or weights.float_bits(name) is not None
         # Of packed weights only GGUF's blocks are read in rows.
-        if isinstance(weights, ReadsRows) and (isinstance(weights, GGUFWeights) or not is_packed):
+        if isinstance(weights, ReadsRows) and (isinstance(weights, GGUFReader) or not is_packed):
             self._reader = weights
         else:
             self._whole = weights.load(name)

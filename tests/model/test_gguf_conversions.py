@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile
 from appliance.kernels.backend import REFERENCE
+from appliance.model.fallback.gguf_classes import GGUF_CLASSES
 from appliance.model.families.registry import FAMILIES, family_of_gguf
 from appliance.model.families.unread_gguf import NO_MODELS, UNREAD_GGUF
 from appliance.model.gguf_weights import GGUFWeights
@@ -332,10 +333,10 @@ def test_settings_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("mamba", "no layer has attention"),
+        ("mamba", "no layer has attention; serve the folder .* MambaForCausalLM runs$"),
+        ("rwkv7", "no layer has attention; serve this file with llama.cpp$"),
         ("bert", "only reads texts"),
-        ("gptj", "head has a bias, .* use the folder"),
-        ("unheard-of", "'unheard-of' is not supported; supported are llama"),
+        ("unheard-of", "'unheard-of' is not supported: .*; supported are llama, .*, gemma3n"),
     ],
 )
 def test_an_architecture_that_no_family_reads_is_refused_with_the_reason(
@@ -346,14 +347,33 @@ def test_an_architecture_that_no_family_reads_is_refused_with_the_reason(
 
 
 def test_every_label_of_a_converter_is_read_or_refused_with_a_reason() -> None:
-    read = {family.gguf.architecture for family in FAMILIES if family.gguf}
+    read = {family.gguf.architecture for family in FAMILIES if family.gguf} | GGUF_CLASSES.keys()
     known = read | UNREAD_GGUF.keys() | NO_MODELS.keys()
     assert not set(gguf.MODEL_ARCH_NAMES.values()) - known
     assert not read & UNREAD_GGUF.keys()
     for label, reason in UNREAD_GGUF.items():
-        said = f"{label!r} is not supported: {reason}; supported are"
-        with pytest.raises(UnsupportedModelError, match=re.escape(said)):
+        assert len(reason.split("; ")) == 2, "a reason, and what to do"
+        said = f"{label!r} is not supported: {reason}"
+        with pytest.raises(UnsupportedModelError, match=re.escape(said) + "$"):
             family_of_gguf({"general.architecture": label})
+
+
+def test_folders_that_are_advised_are_of_classes_that_are_served() -> None:
+    from transformers.models.auto import modeling_auto
+
+    kinds = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    tables = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds)
+    classes = {name for table in tables for name in table.values() if isinstance(name, str)}
+    advised = [re.search(r"transformers' (\w+) runs$", why) for why in UNREAD_GGUF.values()]
+    named = {found[1] for found in advised if found is not None}
+    assert len(named) > 20
+    assert not named - classes
+    # None is left to llama.cpp whose class has the label's own name.
+    kinds_of_text = {
+        kind.replace("_", "-") for kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    left = {label for label, why in UNREAD_GGUF.items() if why.endswith("with llama.cpp")}
+    assert left & kinds_of_text == {"dbrx"}, "whose experts are not transformers' own kind"
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,16 @@ def write_gguf_file(
     """Write a file.
 
     Args:
-        settings: without the prefix of the architecture; a pair is a value and its type.
+        settings: without the prefix of the architecture, or with a dot in front if the key has
+            none; a pair is a value and its type.
         packed: the quantized type of a tensor by its name and numbers; None writes float32.
         others: whole numbers under full names.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in settings.items():
+        full = key[1:] if key.startswith(".") else f"{architecture}.{key}"
         if isinstance(value, tuple):
-            writer.add_key_value(f"{architecture}.{key}", *value)
+            writer.add_key_value(full, *value)
             continue
         adds: dict[type, Callable[[str, Any], None]] = {
             bool: writer.add_bool,
@@ -42,7 +44,7 @@ def write_gguf_file(
             str: writer.add_string,
             list: writer.add_array,
         }
-        adds[type(value)](f"{architecture}.{key}", value)
+        adds[type(value)](full, value)
     for key, value in (others or {}).items():
         writer.add_uint32(key, value)
     for name, tensor in tensors.items():

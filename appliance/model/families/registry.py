@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
 from appliance.model.encoder.families import find_encoder, why_unread
+from appliance.model.fallback.gguf_classes import GGUF_CLASSES
 from appliance.model.families.baichuan import BAICHUAN
 from appliance.model.families.bailing import BAILING_MOE, BAILING_MOE_V2
 from appliance.model.families.bamba import BAMBA
@@ -232,12 +233,10 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     for family in reversed(named):
         if family.gguf is not None and family.gguf.is_of(settings):
             return family
-    known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
-    supported, why = ", ".join(known), UNREAD_GGUF.get(architecture)
-    reason = "" if why is None else f": {why}"
-    raise UnsupportedModelError(
-        f"GGUF architecture {architecture!r} is not supported{reason}; supported are {supported}"
-    )
+    if (why := UNREAD_GGUF.get(architecture)) is None:
+        known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
+        why = "no reader of it; supported are " + ", ".join((*known, *GGUF_CLASSES))
+    raise UnsupportedModelError(f"GGUF architecture {architecture!r} is not supported: {why}")
 
 
 def looks_both_ways(config: Mapping[str, Any]) -> bool:
