@@ -17,7 +17,7 @@ from appliance.adapter_names import AdapterRegistry
 from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
 from appliance.draft_names import resolve_draft
-from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import AdapterRef, FinishReason, Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
@@ -92,7 +92,7 @@ class LLM:
         self._adapters = AdapterRegistry(config, resolved.name)
         self.path = str(resolved.path)
         self.tokenizer = Tokenizer.from_path(resolved.path)
-        self.engine = LLMEngine.load(
+        self.engine = load_llm_engine(
             config,
             eos_token_ids=self.tokenizer.eos_token_ids,
             metadata=None,

@@ -8,9 +8,9 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
-def size_in_words(count: int) -> str:
+def as_size(count: int) -> str:
     """Format bytes, such as "12.5 MiB" and "3.20 GiB"."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def age_in_words(seconds: float) -> str:

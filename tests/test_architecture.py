@@ -94,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": set(),
     "service": {"config"},
     "fit": {
-        "bench", "config", "engine.memory_plan", "engine.memory_request",
+        "bench", "config", "engine.devices", "engine.memory_plan", "engine.memory_request",
         "engine.expert_placement", "gguf", "hub", "model",
     },
     "doctor": {
@@ -134,7 +134,8 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "adapters": {"engine.adapters"},
     "run": {"engine.run", "engine.runner"},
     "loading": {
-        "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
+        "engine.devices", "engine.execution", "engine.kv_precision", "engine.memory_plan",
+        "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
         "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
@@ -142,7 +143,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",
-        "engine.encoder_execution", "engine.deltas", "engine.check_tokens",
+        "engine.encoder_execution", "engine.check_tokens",
         "engine.sequence_views", "engine.text_queue",
     },
     "process": {"engine.process"},

@@ -11,7 +11,7 @@ import typer
 
 from appliance.config import EngineConfig, kv_dir, load_section, parse_duration
 from appliance.errors import ConfigError
-from appliance.wording import age_in_words, counted, size_in_words
+from appliance.wording import age_in_words, as_size, counted
 
 if TYPE_CHECKING:
     from appliance.engine.tiers.stored_models import StoredModel
@@ -60,7 +60,7 @@ def du(kv_disk: Folder = None) -> None:
     files = _in_words(
         sum(model.num_blocks for model in models), sum(model.num_states for model in models)
     )
-    size = size_in_words(sum(model.num_bytes for model in models))
+    size = as_size(sum(model.num_bytes for model in models))
     typer.echo(f"{size} in {files} of {counted(len(models), 'model')}: {root}")
 
 
@@ -90,7 +90,7 @@ def rm(
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from None
     files = _in_words(removed.blocks, removed.states)
-    typer.echo(f"removed {size_in_words(removed.num_bytes)} in {files}")
+    typer.echo(f"removed {as_size(removed.num_bytes)} in {files}")
 
 
 def _in_words(blocks: int, states: int) -> str:
@@ -138,6 +138,6 @@ def _row(model: StoredModel) -> tuple[str, ...]:
         str(model.about.get("kv_format", "?")),
         f"{model.num_blocks:,}",
         f"{model.num_states:,}" if model.num_states else "-",
-        size_in_words(model.num_bytes),
+        as_size(model.num_bytes),
         age_in_words(time.time() - model.used) if model.num_bytes else "-",
     )

@@ -11,7 +11,7 @@ import typer
 from appliance.config import cache_dir
 from appliance.errors import ModelError
 from appliance.gguf_names import parts_of
-from appliance.wording import age_in_words, counted, size_in_words
+from appliance.wording import age_in_words, as_size, counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,7 @@ def pull(names: Names) -> None:
             expected = known_hashes(found.path)
             damaged = find_damaged(expected, progress)
         _refuse(damaged, name)
-        size = size_in_words(_bytes_of(found.path))
+        size = as_size(_bytes_of(found.path))
         typer.echo(f"{name}: {size}, {counted(len(expected), 'hash')} right; {found.path}")
 
 
@@ -63,7 +63,7 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False
         return
     rows: list[tuple[str, ...]] = [("model", "kind", "size", "last used")]
     rows += [_row(model) for model in kept]
-    rows += [(one.repo, "unfinished", size_in_words(one.num_bytes), "") for one in unfinished]
+    rows += [(one.repo, "unfinished", as_size(one.num_bytes), "") for one in unfinished]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
@@ -82,9 +82,9 @@ def du() -> None:
     own = cache_dir() / "models"
     for folder in (own, hub_cache()):
         inside = [size for file, size in sizes.items() if file.is_relative_to(folder.resolve())]
-        typer.echo(f"{size_in_words(sum(inside))} in {counted(len(inside), 'file')}: {folder}")
+        typer.echo(f"{as_size(sum(inside))} in {counted(len(inside), 'file')}: {folder}")
     if unfinished:
-        size = size_in_words(sum(one.num_bytes for one in unfinished))
+        size = as_size(sum(one.num_bytes for one in unfinished))
         typer.echo(f"{size} of unfinished downloads; `appliance models rm --unfinished`")
 
 
@@ -112,7 +112,7 @@ def rm(
             freed += sum(map(remove_unfinished, unfinished_downloads()))
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be removed: {error.strerror}") from None
-    typer.echo(f"removed {counted(len(chosen), 'model')}; {size_in_words(freed)} are free again")
+    typer.echo(f"removed {counted(len(chosen), 'model')}; {as_size(freed)} are free again")
 
 
 @models.command()
@@ -161,7 +161,7 @@ def _bytes_of(path: Path) -> int:
 def _row(model: KeptModel) -> tuple[str, ...]:
     kind = model.kind if model.complete else f"{model.kind}, cut"
     age = age_in_words(time.time() - model.used)
-    return model.name, kind, size_in_words(model.num_bytes), age
+    return model.name, kind, as_size(model.num_bytes), age
 
 
 def _as_dict(model: KeptModel) -> dict[str, object]:

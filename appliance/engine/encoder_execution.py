@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from appliance.engine.execution.execution import Processor
-from appliance.engine.execution.native_engine import native_engine
-from appliance.engine.memory_request import choose_device
+from appliance.engine.devices import Processor, choose_device, native_engine
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name, numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa

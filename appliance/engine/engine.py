@@ -13,30 +13,29 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.adapters.loader import configured_adapters
 from appliance.engine.adapters.pool import AdapterPool
 from appliance.engine.beacon import Beacon
 from appliance.engine.check_tokens import check_tokens
-from appliance.engine.deltas import deltas_of, overdue
 from appliance.engine.grammars.grammars import Grammars, refusal
-from appliance.engine.loading import load_parts
-from appliance.engine.messages import StepReport
+from appliance.engine.grammars.matchers import NO_WAY_ON
+from appliance.engine.messages import SequenceDelta, StepReport
+from appliance.engine.request import FinishReason
+from appliance.engine.scheduling.deadlines import was_started, why_refused
 from appliance.engine.sequence_views import view_sequences, view_table
 from appliance.errors import RequestError
 from appliance.stats import EngineStats, StepView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from appliance.config import EngineConfig
     from appliance.engine.adapters.loader import AdapterLoader
-    from appliance.engine.admission import Admission
     from appliance.engine.grammars.matchers import Matchers
-    from appliance.engine.messages import EngineInfo, SequenceDelta, Table, Vocabulary
-    from appliance.engine.plan import Plan, Sampled
+    from appliance.engine.messages import EngineInfo, Table, Vocabulary
+    from appliance.engine.plan import Plan, Sampled, Update
     from appliance.engine.request import AdapterRef, Request
     from appliance.engine.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
+    from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
 
@@ -83,41 +82,6 @@ class LLMEngine:
         self._nan_logits = 0
         self._random = random.SystemRandom()
 
-    @classmethod
-    def load(
-        cls,
-        config: EngineConfig,
-        *,
-        eos_token_ids: tuple[int, ...] | Callable[[], tuple[int, ...]],
-        metadata: memoryview | None,
-        on_progress: Callable[[str, int, int], None],
-        beacon: Beacon | None = None,
-        admission: Admission | None = None,
-    ) -> LLMEngine:
-        """Plan memory, then load the model.
-
-        Args:
-            config: the settings; `model` is a path.
-            eos_token_ids: tokens that end an answer, or a function that returns them, called once
-                the weights are read.
-            metadata: memory for block metadata; None keeps it private.
-            on_progress: called with stage, done, total.
-            beacon: shows progress to other processes; None keeps it private.
-            admission: memory shared with other models; None takes all that is free.
-
-        Raises:
-            ModelError: the model cannot be read or is not supported.
-            MemoryPlanError: it does not fit.
-        """
-        parts = load_parts(
-            config, eos_token_ids, metadata, on_progress, beacon=beacon, admission=admission
-        )
-        engine = cls(*parts, beacon=beacon)
-        if engine._adapters is not None:
-            for ref in configured_adapters(config):
-                engine._adapters.install(ref)
-        return engine
-
     @property
     def has_work(self) -> bool:
         serving = self._scheduler.has_work or bool(
@@ -154,6 +118,15 @@ class LLMEngine:
     def _admit(self, request: Request, now: float) -> None:
         if not self._grammars.hold(request):
             self._scheduler.add(request, now)
+
+    def install_adapter(self, ref: AdapterRef) -> None:
+        """Load an adapter at once, before the first step.
+
+        Raises:
+            ModelError: it cannot be used with this model.
+        """
+        assert self._adapters is not None
+        self._adapters.install(ref)
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter before its first request; a report has the answer."""
@@ -193,7 +166,7 @@ class LLMEngine:
         An interrupt, such as Ctrl-C, discards steps in flight; the next steps repeat them.
         """
         begin = now = self._clock()
-        self._expired += overdue(self._scheduler.expire(now), now)
+        self._expired += _overdue(self._scheduler.expire(now), now)
         self._start_adapted(now)
         self._expired += self._grammars.start(now)
         launched = self._scheduler.plan(now)
@@ -248,7 +221,7 @@ class LLMEngine:
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         self._nan_logits += sum([result.broken for result in sampled])
-        return deltas_of(self._grammars.advance(self._scheduler.commit(plan, sampled)))
+        return _deltas_of(self._grammars.advance(self._scheduler.commit(plan, sampled)))
 
     def close(self) -> None:
         """Write pending blocks to disk, as far as time allows."""
@@ -293,10 +266,89 @@ class LLMEngine:
         updates = [
             update for sequence in failed for update in self._scheduler.fail(sequence, str(error))
         ]
-        return self._report(deltas_of(updates), plan.started)
+        return self._report(_deltas_of(updates), plan.started)
 
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:
     """Describe a step; cheap, because it runs in every step."""
     rows = plan.num_prompt_rows
     return StepView(number, rows, plan.num_tokens - rows, len(plan.scheduled), seconds)
+
+
+def _deltas_of(updates: Iterable[Update]) -> tuple[SequenceDelta, ...]:
+    """Return a delta for each update of a sequence that the client knows."""
+    return tuple([_delta(update) for update in updates if _is_choice(update.sequence)])
+
+
+def _overdue(updates: Iterable[Update], now: float) -> list[SequenceDelta]:
+    """Return the final deltas of expired sequences: errors for requests that never started.
+
+    Args:
+        now: on the clock of their arrival.
+    """
+    return [
+        _delta(update) if update.token_ids else _late(update.sequence, now)
+        for update in updates
+        if _is_choice(update.sequence)
+    ]
+
+
+def _delta(update: Update) -> SequenceDelta:
+    (
+        sequence,
+        token_ids,
+        finish_reason,
+        logprobs,
+        cumulative_logprob,
+        error,
+        prompt_logprobs,
+        pooled,
+    ) = update
+    if error is not None:
+        return SequenceDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            finish_reason=finish_reason,
+            error=error,
+            refused=error.startswith(NO_WAY_ON),
+        )
+    is_search = cumulative_logprob is not None  # a search shows nothing before its end
+    first = sequence.index == 0 if is_search else sequence.num_output_tokens == len(token_ids)
+    if prompt_logprobs is not None or pooled is not None:
+        first = False  # more is to come
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        num_cached_tokens=sequence.num_cached,
+        num_draft_tokens=sequence.num_drafts,
+        num_accepted_tokens=sequence.num_accepted,
+        queue_seconds=_waited(sequence) if first else None,
+        cumulative_logprob=cumulative_logprob,
+        prompt_logprobs=prompt_logprobs,
+        pooled=pooled,
+    )
+
+
+def _late(sequence: Sequence, now: float) -> SequenceDelta:
+    started = was_started(sequence)
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        finish_reason=FinishReason.TIMEOUT if started else FinishReason.ERROR,
+        error=None if started else why_refused(sequence.request, now - sequence.arrival),
+        expired=not started,
+        num_cached_tokens=sequence.num_cached,
+    )
+
+
+def _is_choice(sequence: Sequence) -> bool:
+    """Return True if the client knows the sequence: a search may have more beams than answers."""
+    return sequence.index < sequence.request.sampling.num_choices
+
+
+def _waited(sequence: Sequence) -> float:
+    first = sequence.first_scheduled
+    return 0.0 if first is None else first - sequence.arrival

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
-    from appliance.engine.execution.execution import Processor
+    from appliance.engine.devices import Processor
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.run.device import Device
     from appliance.engine.runner_setup import RunnerParts

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.execution.execution import Precision, Processor
+from appliance.engine.devices import Precision, Processor
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.kv_format import KVFormat, LayerPrecision

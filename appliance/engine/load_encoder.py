@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from appliance.engine.devices import memory_budget
 from appliance.engine.encoder_engine import EncoderEngine
 from appliance.engine.encoder_execution import choose_encoder_execution
 from appliance.engine.engine_info import device_name, fingerprint_of
-from appliance.engine.memory_request import memory_budget
 from appliance.engine.messages import EngineInfo
 from appliance.errors import MemoryPlanError
 from appliance.model.encoder.source import open_reader

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.messages import EngineInfo
     from appliance.engine.rates import Rates
     from appliance.engine.run.block_moves import BlockMoves

@@ -16,10 +16,10 @@ from appliance.engine.admission import Admission
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.devices import native_engine
 from appliance.engine.draft_source import HeadDraft, open_draft
 from appliance.engine.engine_info import describe, notes_on
 from appliance.engine.execution.choice import choose_execution
-from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import in_words
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
+    from appliance.engine.devices import Precision
     from appliance.engine.draft_source import DraftSource
-    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.engine.execution.execution import Execution
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.messages import EngineInfo
     from appliance.engine.run.device import Device
@@ -79,7 +80,7 @@ def load_parts(
     source: ModelSource | None = None,
     admission: Admission | None = None,
 ) -> EngineParts:
-    """Load all parts of an engine; see `LLMEngine.load`.
+    """Load all parts of an engine; see `load_llm_engine`.
 
     Args:
         device: runs steps; None chooses the model's GPU or CPU.

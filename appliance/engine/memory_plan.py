@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.expert_placement.split import NONE_ON_HOST, settle, with_on_host
-from appliance.engine.memory_refusal import as_size, refusal
+from appliance.engine.memory_refusal import refusal
 from appliance.engine.state_memory import NO_STATES, StateMemory, needed_states, planned_states
 from appliance.engine.workspace import workspace_bytes
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

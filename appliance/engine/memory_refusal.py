@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.engine.state_memory import needed_states
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from appliance.engine.memory_plan import MemoryRequest
@@ -80,7 +81,3 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     if not advice:
         advice.append("quantize the weights to 4 bits (appliance quantize) or take a smaller model")
     return f"this does not fit: {numbers}. Nearest settings: {'; '.join(advice)}"
-
-
-def as_size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from appliance.engine.adapters.loader import planned_bytes, wants_adapters
 from appliance.engine.blocks.open_blocks import num_open_blocks
+from appliance.engine.devices import choose_device, memory_budget
 from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import (
     choose_execution,
     why_no_library,
     why_not_native,
 )
-from appliance.engine.execution.execution import Processor
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.expert_placement.choice import expert_choice
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.served_source import settings_for
-from appliance.errors import ConfigError
 from appliance.kernels.arrays import numpy_dtype
-from appliance.kernels.cuda_driver import has_driver
 from appliance.runtime import free_host_bytes, release_unused, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-
     from appliance.config import EngineConfig
+    from appliance.engine.devices import Precision
     from appliance.engine.draft_source import DraftSource
-    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.engine.execution.execution import Execution
     from appliance.model.source import ModelSource
 
 
@@ -124,34 +121,6 @@ def choose_precision(
     return choose_kv(config, source, torch.device(device.type), getattr(torch, name), native=False)
 
 
-def choose_device(config: EngineConfig) -> torch.device | Processor:
-    """Return the configured device.
-
-    Raises:
-        ConfigError: it is missing.
-    """
-    on_gpu = config.device != "cpu" and has_gpu()
-    if config.device == "cuda" and not on_gpu:
-        raise ConfigError(
-            "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
-            "check nvidia-smi, or use --device cpu"
-        )
-    if not on_gpu:
-        return Processor()
-    import torch
-
-    return torch.device("cuda")
-
-
-def has_gpu() -> bool:
-    """Return True if torch sees a GPU; loads torch only if there is a driver."""
-    if not has_driver():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def num_open_of(
     config: EngineConfig, source: ModelSource, precision: Precision, is_asynchronous: bool
 ) -> int:
@@ -227,13 +196,3 @@ def _rounded_bytes(
             found = narrowed(source, bits)
             if found is not None:
                 yield bits, execution.weight_bytes(found)
-
-
-def memory_budget(device: torch.device | Processor, gpu_memory_utilization: float) -> int:
-    """Return the bytes that this process may still take on a device."""
-    if device.type == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info(cast("torch.device", device))
-        return int(total * gpu_memory_utilization) - (total - free)
-    return free_host_bytes()

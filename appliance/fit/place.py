@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.devices import has_gpu
 from appliance.engine.expert_placement.gpus import GIB, gpu_named
-from appliance.engine.memory_request import has_gpu
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:

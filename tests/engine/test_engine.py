@@ -10,6 +10,7 @@ from broken_logits import break_logits
 from appliance.config import EngineConfig
 from appliance.engine.beacon import Beacon, name_of
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.moves import SavedBlock
 from appliance.engine.plan import Plan
 from appliance.engine.request import FinishReason, Request
@@ -30,7 +31,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
             **options,
         }
     )
-    return LLMEngine.load(
+    return load_llm_engine(
         config, eos_token_ids=(EOS,), metadata=None, on_progress=lambda stage, done, total: None
     )
 
@@ -254,7 +255,7 @@ def test_signs_of_life_of_a_step(
 ) -> None:
     config = EngineConfig(model=str(tiny_llama), threads=1, kernels=kernels)
     beacon = Beacon()
-    engine = LLMEngine.load(
+    engine = load_llm_engine(
         config,
         eos_token_ids=(EOS,),
         metadata=None,

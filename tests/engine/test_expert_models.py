@@ -14,6 +14,7 @@ from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.errors import ConfigError
 
 TOKENS = 36
@@ -63,7 +64,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
         "max_num_batched_tokens": 48,
         "dtype": "float32",
     }
-    return LLMEngine.load(
+    return load_llm_engine(
         EngineConfig(**{"model": str(folder), "kv_cache_dtype": "fp32", **usual, **options}),
         eos_token_ids=(),
         metadata=None,

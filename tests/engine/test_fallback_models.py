@@ -13,6 +13,7 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.memory_request import request_memory
 from appliance.engine.served_source import open_served
 from appliance.errors import ConfigError, MemoryPlanError
@@ -44,7 +45,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
         "dtype": "float32",
         "kv_cache_dtype": "fp32",
     }
-    return LLMEngine.load(
+    return load_llm_engine(
         EngineConfig(**usual | options),
         eos_token_ids=(),
         metadata=None,

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
 from appliance.engine.kv_precision import choose_kv
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -151,7 +151,7 @@ def test_scales_of_another_shape_and_other_schemes_are_refused(model: Path) -> N
 def test_a_mixed_plan_is_served_and_named(model: Path) -> None:
     folder = planned(model, ["int4-sealed", "int8"], mean=0.5)
     config = EngineConfig(model=str(folder), threads=1, max_num_seqs=4)
-    engine = LLMEngine.load(
+    engine = load_llm_engine(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
     )
     assert engine.info.kv_format == "1 layer int4-sealed, 1 layer int8"
@@ -201,7 +201,7 @@ def test_blocks_that_the_cpu_library_cannot_serve_keep_the_precision_of_the_mode
 ) -> None:
     for size, expected in ((8, "bf16"), (16, "int8")):
         config = EngineConfig(model=str(model), threads=1, block_size=size)
-        engine = LLMEngine.load(
+        engine = load_llm_engine(
             config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
         )
         assert engine.info.kv_format == expected

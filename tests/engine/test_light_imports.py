@@ -21,6 +21,7 @@ from pathlib import Path
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 
@@ -29,7 +30,7 @@ for setting, ranks, folder in (given.split(":", 2) for given in sys.argv[1:]):
         model=folder, device="cpu", threads=1, max_model_len=32, max_num_seqs=2,
         kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off", **{setting: int(ranks)},
     )
-    engine = LLMEngine.load(
+    engine = load_llm_engine(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
     )
     sampling = SamplingParams(temperature=0, max_tokens=3)

@@ -12,6 +12,7 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.memory_request import request_memory
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
         "dtype": "float32",
         "max_model_len": 128,
     }
-    return LLMEngine.load(
+    return load_llm_engine(
         EngineConfig(**usual | options),
         eos_token_ids=(),
         metadata=None,

@@ -14,6 +14,7 @@ from typing import Any
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from appliance.runtime import resident_bytes
@@ -46,7 +47,7 @@ def compute(engine: LLMEngine) -> None:
 
 
 def main(model: str, settings: dict[str, Any], *, computes: bool = True) -> None:
-    engine = LLMEngine.load(
+    engine = load_llm_engine(
         EngineConfig(model=model, **settings),
         eos_token_ids=(),
         metadata=None,

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, cast
 
 from appliance.engine.adapters.loader import wants_adapters
-from appliance.engine.execution.native_engine import native_engine
+from appliance.engine.devices import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.ranks.ranks import Ranks
 from appliance.errors import ConfigError
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
-    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.engine.devices import Precision
+    from appliance.engine.execution.execution import Execution
     from appliance.engine.execution.torch_execution import TorchExecution
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -134,7 +135,8 @@ def _torch_execution(
             f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
             f"the model, not {precision.block_size}; leave --block-size out"
         )
-    from appliance.engine.execution.torch_execution import TorchExecution, backend_of
+    from appliance.engine.devices import backend_of
+    from appliance.engine.execution.torch_execution import TorchExecution
 
     backend = backend_of(config, cast("torch.device", precision.device))
     if backend.name == "triton":

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable
 
     from appliance.engine.beacon import Beacon
+    from appliance.engine.devices import Precision
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
@@ -21,37 +17,6 @@ if TYPE_CHECKING:
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """This machine's processors, named without torch."""
-
-    type: str = "cpu"
-
-    def __str__(self) -> str:
-        return self.type
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Element types that "auto" resolves to on this device.
-
-    Attributes:
-        dtype: of activations and unpacked weights; numpy's for the CPU library, otherwise torch's.
-    """
-
-    device: torch.device | Processor
-    dtype: Any
-    kv_format: KVFormat  # of most layers; used in messages
-    block_size: int
-    kv_layers: tuple[LayerPrecision, ...] | None = None  # if layers differ
-
-    def kv_of(self, num_layers: int) -> Sequence[LayerPrecision]:
-        return self.kv_layers or precisions(self.kv_format, num_layers)
-
-    def is_sealed(self, num_layers: int) -> bool:
-        return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
 
 
 class Execution(Protocol):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.engine.beacon import Beacon
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.execution.torch_execution import TorchExecution
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize

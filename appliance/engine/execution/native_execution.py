@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.engine.beacon import Beacon
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine

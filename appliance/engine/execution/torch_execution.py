@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from appliance.engine.adapters.loader import wants_adapters
-from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.penalties import cpu as penalties_on_cpu
@@ -26,9 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.expert_placement.split import ExpertsOnHost
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
@@ -42,15 +39,6 @@ if TYPE_CHECKING:
     from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
-
-
-def backend_of(config: EngineConfig, device: torch.device) -> Backend:
-    """Return the kernels that the settings ask for on a device."""
-    choice = "reference" if config.kernels == "reference" else "auto"
-    backend = select_backend(device, choice)
-    if wants_adapters(config):  # adapters add to gate and up before the activation
-        backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
-    return backend
 
 
 @dataclass(frozen=True, slots=True)

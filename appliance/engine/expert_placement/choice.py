@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
-    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.engine.devices import Precision
+    from appliance.engine.execution.execution import Execution
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.expert_placement.gpus import gpu_named
 from appliance.engine.expert_placement.streaming import HOST_GB_PER_SECOND
-from appliance.engine.memory_refusal import as_size
 from appliance.errors import ConfigError
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -57,7 +57,7 @@ class EngineCore(Protocol):
 
 
 class LoadEngine(Protocol):
-    """`LLMEngine.load`."""
+    """`load_engine`."""
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from appliance.engine.execution.native_engine import native_engine
+from appliance.engine.devices import native_engine
 from appliance.engine.ranks.messages import (
     Allocate,
     MakeSlots,

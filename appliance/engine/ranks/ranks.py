@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.ranks.division import Division
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.started import StartedRanks

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.ranks.ranks import Ranks
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot

@@ -10,11 +10,11 @@ from itertools import pairwise
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from appliance.engine.memory_refusal import as_size
 from appliance.errors import MemoryPlanError
 from appliance.model.recurrent_spec import RecurrentSpec
 from appliance.model.shard.portion import kept_portion, portion
 from appliance.model.shard.split import MOST_NAMED, Split, distance, valid_splits
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.config import EngineConfig
-    from appliance.engine.execution.execution import Precision
+    from appliance.engine.devices import Precision
     from appliance.engine.ranks.shared_step import SharedStep
     from appliance.engine.ranks.work import RankWork
     from appliance.kernels.cpu.cache import NativeCache

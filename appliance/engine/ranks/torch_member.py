@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import torch
 
-from appliance.engine.execution.torch_execution import backend_of
+from appliance.engine.devices import backend_of
 from appliance.engine.ranks.messages import (
     Allocate,
     CaptureStep,

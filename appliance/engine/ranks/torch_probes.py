@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.engine.devices import memory_budget
 from appliance.engine.links.joint_link import send_back, try_joint
 from appliance.engine.links.link import LinkPath, LinkTrial
 from appliance.engine.links.trial import TRIAL_SECONDS, choose_link
-from appliance.engine.memory_request import memory_budget
 from appliance.engine.ranks.messages import (
     LinksTried,
     MeasureGPU,

@@ -21,8 +21,8 @@ import torch
 from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.config import EngineConfig, cache_dir
+from appliance.engine.devices import Precision
 from appliance.engine.execution.choice import choose_execution
-from appliance.engine.execution.execution import Precision
 from appliance.errors import ModelError
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend

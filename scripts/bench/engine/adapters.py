@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.bench.figures import spread
 from appliance.config import EngineConfig, cache_dir
-from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.hub import resolve_model
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
+    from appliance.engine.engine import LLMEngine
     from appliance.engine.request import AdapterRef
 
 PROMPT_TOKENS = 32
@@ -87,7 +88,7 @@ def load(options: Namespace, model: Path, **settings: Any) -> LLMEngine:
         speculate="off",
         **settings,
     )
-    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
+    return load_llm_engine(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
 class Answers:

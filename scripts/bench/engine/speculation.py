@@ -37,7 +37,7 @@ from unittest.mock import patch
 
 from appliance.bench.figures import spread
 from appliance.config import EngineConfig, cache_dir
-from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.hub import resolve_model
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.engine.engine import LLMEngine
     from appliance.engine.run.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -282,7 +283,7 @@ def load(model: Path, options: Namespace, speculate: str) -> LLMEngine:
         speculate=speculate,
         kv_cache_memory=2**29,
     )
-    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
+    return load_llm_engine(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
 def main() -> None:

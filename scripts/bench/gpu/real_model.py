@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from bench.gpu.plan import Amount
@@ -19,6 +19,7 @@ from bench.gpu.plan import Amount
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.engine.engine import LLMEngine
     from bench.gpu.plan import Wanted
     from bench.gpu.rows import Rows
 
@@ -85,7 +86,7 @@ def _kernels() -> str:
 def _load(model: Path, length: int, **options: Any) -> LLMEngine:
     config = EngineConfig(model=str(model), prefix_caching=False, max_model_len=length, **options)
     nothing: Any = lambda *progress: None  # noqa: E731
-    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=nothing)
+    return load_llm_engine(config, eos_token_ids=(), metadata=None, on_progress=nothing)
 
 
 def _run(

@@ -14,6 +14,7 @@ from teacher_forcing import logits_of
 from appliance.config import EngineConfig
 from appliance.engine.adapters.residents import key_of
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.sampling_params import SamplingParams
@@ -238,7 +239,7 @@ def test_settings_load_adapters_at_the_start(model: Path, folders: list[Path]) -
 
     def start(config: EngineConfig) -> LLMEngine:
         none = {"eos_token_ids": (), "metadata": None}
-        return LLMEngine.load(config, on_progress=lambda *_: None, **none)  # type: ignore[arg-type]
+        return load_llm_engine(config, on_progress=lambda *_: None, **none)  # type: ignore[arg-type]
 
     engine = start(config)
     assert engine._adapters is not None

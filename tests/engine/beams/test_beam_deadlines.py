@@ -9,6 +9,7 @@ import pytest
 from appliance.config import EngineConfig
 from appliance.engine.beams.beam_search import Beam, BeamSearch
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.messages import Candidate
 from appliance.engine.plan import Continuations
 from appliance.engine.request import FinishReason, Request
@@ -41,7 +42,7 @@ def loaded(tiny_llama: Path) -> LLMEngine:
         kv_cache_dtype="fp32",
         prefix_caching=False,
     )
-    return LLMEngine.load(
+    return load_llm_engine(
         config, eos_token_ids=(EOS,), metadata=None, on_progress=lambda stage, done, total: None
     )
 

@@ -12,6 +12,7 @@ from broken_logits import break_logits
 from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import FinishReason, Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
@@ -37,7 +38,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
             **options,
         }
     )
-    return LLMEngine.load(
+    return load_llm_engine(
         config, eos_token_ids=EOS, metadata=None, on_progress=lambda stage, done, total: None
     )
 

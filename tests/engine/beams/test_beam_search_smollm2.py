@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers_gguf import load_with_transformers
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def test_answers_are_those_of_transformers(smollm2_gguf: Path, tmp_path: Path) -
     config = EngineConfig(
         model=str(tmp_path), dtype="float32", kv_cache_dtype="fp32", max_model_len=256, threads=2
     )
-    engine = LLMEngine.load(
+    engine = load_llm_engine(
         config, eos_token_ids=ends, metadata=None, on_progress=lambda stage, done, total: None
     )
     answers: dict[tuple[str, int], tuple[int, ...]] = {}

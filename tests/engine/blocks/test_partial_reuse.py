@@ -11,6 +11,7 @@ from gguf_files import first_layers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 
@@ -22,7 +23,7 @@ FORMATS = ["auto", "fp32", "fp8", "int8", "k8v4", "int4-sealed", "int4-rotated"]
 def load(model: Path, **options: Any) -> LLMEngine:
     settings = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 512, **options}
     config = EngineConfig(model=str(model), **settings)
-    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
+    return load_llm_engine(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
 def tokens(length: int, seed: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError
@@ -21,7 +22,7 @@ BLOCK = 32
 def load(folder: Path, kv: str, **options: Any) -> LLMEngine:
     settings = {"threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     config = EngineConfig(model=str(folder), kv_cache_dtype=kv, **settings)
-    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
+    return load_llm_engine(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
 def request(name: str, length: int, *, seed: int = 0, **sampling: Any) -> Request:

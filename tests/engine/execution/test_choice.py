@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from appliance.config import EngineConfig
+from appliance.engine.devices import Precision
 from appliance.engine.execution.choice import SCALAR_NOTE, TORCH_NOTE, choose_execution
-from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library

@@ -8,8 +8,8 @@ import torch
 from expert_models import save_experts
 
 from appliance.config import EngineConfig
+from appliance.engine.devices import Precision
 from appliance.engine.execution.choice import choose_execution
-from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.expert_placement.choice import expert_choice
 from appliance.errors import ConfigError

@@ -26,8 +26,8 @@ from sure_models import THREE_GROUPS, write_sure_model
 from waiting import wait_until
 
 from appliance.config import EngineConfig
+from appliance.engine.devices import Precision
 from appliance.engine.execution.choice import choose_execution
-from appliance.engine.execution.execution import Precision
 from appliance.engine.links.link import LinkPath, LinkSpeed, LinkTrial
 from appliance.engine.ranks import rank_process, started
 from appliance.engine.request import AdapterRef

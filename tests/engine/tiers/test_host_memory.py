@@ -11,6 +11,7 @@ from appliance.commands.serve_banner import banner
 from appliance.config import EngineConfig
 from appliance.engine import memory_request
 from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.errors import MemoryPlanError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ MIB = 2**20
 
 def load(folder: Path, **options: Any) -> LLMEngine:
     config = EngineConfig(model=str(folder), threads=1, max_num_batched_tokens=64, **options)
-    return LLMEngine.load(
+    return load_llm_engine(
         config, eos_token_ids=(2,), metadata=None, on_progress=lambda stage, done, total: None
     )
 

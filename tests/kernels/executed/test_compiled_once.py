@@ -22,8 +22,8 @@ from ptx_machine.driver import TARGETS
 from triton.runtime.jit import JITFunction
 
 from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
-from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.memory_plan import MemoryRequest

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
-from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.messages import EngineInfo

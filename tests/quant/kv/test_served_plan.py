@@ -10,7 +10,7 @@ import torch
 from teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
+from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.kernels.backend import REFERENCE
@@ -33,7 +33,7 @@ from appliance.tokenizer import Tokenizer
 def answer(folder: Path, prompt: tuple[int, ...]) -> tuple[str, list[int]]:
     """What its KV cache is called, and 40 tokens."""
     config = EngineConfig(model=str(folder), dtype="float32", threads=1, max_num_seqs=2)
-    engine = LLMEngine.load(
+    engine = load_llm_engine(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
     )
     sampling = SamplingParams(max_tokens=40, temperature=0.0)

@@ -1,0 +1,118 @@
+"""The devices of this machine: which one the settings choose, its free memory and number types.
+
+Imports torch only where a GPU is asked about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from appliance.engine.adapters.loader import wants_adapters
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library, select_isa
+from appliance.kernels.cuda_driver import has_driver
+from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
+from appliance.runtime import free_host_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from appliance.config import EngineConfig
+    from appliance.kernels.cpu.structs import Isa
+    from appliance.kernels.operations import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """This machine's processors, named without torch."""
+
+    type: str = "cpu"
+
+    def __str__(self) -> str:
+        return self.type
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Element types that "auto" resolves to on this device.
+
+    Attributes:
+        dtype: of activations and unpacked weights; numpy's for the CPU library, otherwise torch's.
+    """
+
+    device: torch.device | Processor
+    dtype: Any
+    kv_format: KVFormat  # of most layers; used in messages
+    block_size: int
+    kv_layers: tuple[LayerPrecision, ...] | None = None  # if layers differ
+
+    def kv_of(self, num_layers: int) -> Sequence[LayerPrecision]:
+        return self.kv_layers or precisions(self.kv_format, num_layers)
+
+    def is_sealed(self, num_layers: int) -> bool:
+        return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
+
+
+def choose_device(config: EngineConfig) -> torch.device | Processor:
+    """Return the configured device.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    on_gpu = config.device != "cpu" and has_gpu()
+    if config.device == "cuda" and not on_gpu:
+        raise ConfigError(
+            "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
+            "check nvidia-smi, or use --device cpu"
+        )
+    if not on_gpu:
+        return Processor()
+    import torch
+
+    return torch.device("cuda")
+
+
+def has_gpu() -> bool:
+    """Return True if torch sees a GPU; loads torch only if there is a driver."""
+    if not has_driver():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def memory_budget(device: torch.device | Processor, gpu_memory_utilization: float) -> int:
+    """Return the bytes that this process may still take on a device."""
+    if device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(cast("torch.device", device))
+        return int(total * gpu_memory_utilization) - (total - free)
+    return free_host_bytes()
+
+
+def native_engine(config: EngineConfig, threads: int) -> tuple[NativeEngine, Isa]:
+    """Start the CPU library's threads and select the configured instruction set.
+
+    Raises:
+        LibraryError: the library is unusable, or lacks the instruction set.
+        MemoryError: the threads did not start.
+    """
+    library = load_library()
+    isa = select_isa(library, config.cpu_isa)
+    return NativeEngine(library, threads), isa
+
+
+def backend_of(config: EngineConfig, device: torch.device) -> Backend:
+    """Return the kernels that the settings ask for on a device of torch."""
+    from appliance.kernels.backend import REFERENCE, select_backend
+
+    choice = "reference" if config.kernels == "reference" else "auto"
+    backend = select_backend(device, choice)
+    if wants_adapters(config):  # adapters add to gate and up before the activation
+        backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
+    return backend
