@@ -92,5 +92,7 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
+    # One bias under two names.
+    "bert-decoder": ("bert-generation", _ALL_HEADS | {"is_decoder": True}),
     "gpt2": ("gpt2", {"hidden_size": 64, "num_attention_heads": 4, "n_inner": 96}),
 }

@@ -28,8 +28,9 @@ _LATENT = {
     "n_routed_experts": 4,
 }
 _INDEX = {"index_topk": 5, "index_n_heads": 8, "index_head_dim": 16}
-# A state that is not described; positions that are compressed, indexed or biased; states that lie
-# in modules; layers that share matrices; windows and convolutions at once.
+# Attention of its own kinds; a state that is not described; positions that are compressed, indexed
+# or biased; states that lie in modules; layers that share matrices; windows and convolutions at
+# once.
 OWN_CACHES: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 3, "n_head": 4, "seq_length": 128},
     "deepseek_v4": {
@@ -63,6 +64,11 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
     },
     "falcon_mamba": {"state_size": 16},
+    "gpt_neo": {
+        "num_hidden_layers": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 7,
+    },
     "hy_v4": _LATENT | _INDEX | _EXPERTS | {"n_group": 1, "topk_group": 1, "head_dim": 8},
     "inkling_text": {
         "sliding_window": 7,

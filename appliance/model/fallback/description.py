@@ -50,6 +50,7 @@ _CONTEXTS = (
     *("seq_length", "max_sequence_length", "n_positions", "n_ctx"),
 )
 _UNNAMED_CONTEXT = 32768
+_CROSS_ATTENTION = {"encoder_attn", "cross_attn", "crossattention"}  # names of modules
 _OWN_ROPES = {"dynamic", "longrope"}  # whose angles depend on the longest sequence of a step
 
 
@@ -186,6 +187,7 @@ def _described_as(
         settings.rescale_every = 0  # RWKV's guard of 16 bits, which halves its weights as it runs
     model = build_empty(name, settings, SERVING, is_whole=is_whole)
     text = config.get("text_config", config) if is_whole else config
+    _check_modules(model)
     _check_ropes(text, model)
     names = names_of_text(model, stored) if is_part else {name: name for name in stored}
     found = renamed(names_in_model(model, names), names)
@@ -312,6 +314,9 @@ def build_empty(name: str, config: Any, attention: str | None, *, is_whole: bool
         with torch.device("meta"):
             model = getattr(transformers, name)(config).eval()
     except KeyError as error:  # from a table of kinds, such as activations
+        if attention is not None and error.args == (attention,):
+            # GPT-Neo's class has a table of its own kinds of attention, and asks for no other.
+            return build_empty(name, config, None, is_whole=is_whole)
         raise UnsupportedModelError(
             f"{name} of transformers knows no kind {error}, which a setting names"
         ) from error
@@ -370,6 +375,25 @@ def _check_settings(config: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(f"{key} = {config[key]!r} is not honoured")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("it attends in both directions (is_causal)")
+
+
+def _check_modules(model: Any) -> None:
+    """Refuse an encoder, and the half of a model that reads what an encoder says."""
+    for name, module in model.named_modules():
+        if getattr(module, "is_decoder", None) is False:
+            raise UnsupportedModelError(
+                "is_decoder = False: its layers attend in both directions, as those of an encoder"
+            )
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise UnsupportedModelError(
+                "it counts positions from the number of its padding token, as RoBERTa does, which"
+                " is not honoured"
+            )
+        if name.rpartition(".")[2] in _CROSS_ATTENTION:
+            raise UnsupportedModelError(
+                f"{name} attends to what an encoder says, and there is none; choose a model that"
+                " only decodes"
+            )
 
 
 def _check_layer_types(kinds: object) -> None:

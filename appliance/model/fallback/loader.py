@@ -226,9 +226,7 @@ class _Layout:
         owners = list(model.named_modules())
         shared = None
         if head.weight is embedding.weight:
-            name = self._source.family.names.embedding
-            head_name = next(name for name, module in owners if module is head)
-            shared = self._linear(name, head, is_head=True, bias=head_name)
+            shared = self._linear(self._source.family.names.embedding, head, is_head=True)
         for done, (name, module) in enumerate(owners):
             self._report("weights", done, len(owners))
             if module is head and shared is not None:
@@ -238,7 +236,7 @@ class _Layout:
                 place = self._first[id(module.weight)].removesuffix(".weight")
                 if place not in self._shared:
                     is_head = module is head
-                    self._shared[place] = self._linear(place, module, is_head=is_head, bias=name)
+                    self._shared[place] = self._linear(place, module, is_head=is_head)
                 _put(model, name, self._shared[place])
             elif has_experts(module):
                 _put(model, name, self._experts(name, module))
@@ -255,16 +253,13 @@ class _Layout:
         """Describe the formats of layers by frequency, then that of the head."""
         return self._formats.in_words()
 
-    def _linear(
-        self, name: str, module: Any, *, is_head: bool, bias: str | None = None
-    ) -> LaidOutLinear:
-        """Lay out a linear; `bias` names what has the bias, if its weight is another's."""
+    def _linear(self, name: str, module: Any, *, is_head: bool) -> LaidOutLinear:
         weight = self._load(f"{name}.weight")
         if has_inputs_first(module) and not self._fallback.is_one_by_one:
             weight = dense(weight, self._dtype).T.contiguous()
         added = None
         if module.bias is not None:
-            added = self._dense(f"{bias or name}.bias", self._dtype)
+            added = self._dense(self._first[id(module.bias)], self._dtype)
         linear = self._operations.linear(weight, added)
         if is_head:
             device = self._operations.device

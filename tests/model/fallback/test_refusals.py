@@ -64,6 +64,23 @@ def configured(folder: Path, **settings: Any) -> Path:
             "rope_parameters.rope_type = 'dynamic'",
         ),
         ({"is_causal": False}, "both directions"),
+        # Each was accepted, and answered by how a text is cut or by other positions.
+        (
+            {"model_type": "bert-generation", "architectures": ["BertGenerationDecoder"]},
+            "is_decoder = False",
+        ),
+        (
+            {
+                "model_type": "roberta-prelayernorm",
+                "architectures": ["RobertaPreLayerNormForCausalLM"],
+                "is_decoder": True,
+            },
+            "counts positions from the number of its padding token",
+        ),
+        (
+            {"model_type": "trocr", "architectures": ["TrOCRForCausalLM"]},
+            "encoder_attn attends to what an encoder says",
+        ),
         ({"hidden_act": "situ"}, "knows no kind 'situ'"),
     ],
 )
