@@ -93,6 +93,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_tokens / slots if slots else 1.0
 
 
+MAX_STEPS_KEPT = 1024  # of an engine, until they are asked for
+
+
 class StepView(msgspec.Struct, frozen=True, array_like=True):
     """One finished step; in JSON [number, prefill, decode, sequences, seconds]."""
 

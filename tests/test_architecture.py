@@ -136,10 +136,10 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "loading": {
         "engine.devices", "engine.execution", "engine.kv_precision", "engine.memory_plan",
         "engine.state_memory",
-        "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
+        "engine.load_tiers", "engine.runner_setup", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
         "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
-        "engine.workspace", "engine.expert_placement", "engine.served_source", "engine.links",
+        "engine.workspace", "engine.expert_placement", "engine.served_model", "engine.links",
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",

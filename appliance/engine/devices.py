@@ -5,6 +5,7 @@ Imports torch only where a GPU is asked about.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -93,6 +94,15 @@ def memory_budget(device: torch.device | Processor, gpu_memory_utilization: floa
         free, total = torch.cuda.mem_get_info(cast("torch.device", device))
         return int(total * gpu_memory_utilization) - (total - free)
     return free_host_bytes()
+
+
+def device_name(device: torch.device | Processor, threads: int) -> str:
+    """Name a device for people."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(cast("torch.device", device))
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
 
 
 def native_engine(config: EngineConfig, threads: int) -> tuple[NativeEngine, Isa]:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.engine.check_tokens import check_tokens
-from appliance.engine.engine import MAX_STEPS_KEPT
 from appliance.engine.messages import SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason, Pooling
 from appliance.engine.text_queue import TextQueue
 from appliance.errors import RequestError
 from appliance.model.encoder.texts import Texts
-from appliance.stats import EngineStats, StepView
+from appliance.stats import MAX_STEPS_KEPT, EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

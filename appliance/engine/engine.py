@@ -23,7 +23,7 @@ from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.deadlines import was_started, why_refused
 from appliance.engine.sequence_views import view_sequences, view_table
 from appliance.errors import RequestError
-from appliance.stats import EngineStats, StepView
+from appliance.stats import MAX_STEPS_KEPT, EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
-
-MAX_STEPS_KEPT = 1024
 
 logger = logging.getLogger(__name__)
 

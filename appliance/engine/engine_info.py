@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from appliance.engine.devices import device_name
 from appliance.engine.kv_precision import in_words
 from appliance.engine.messages import EngineInfo
-from appliance.engine.weights_fingerprint import weights_digest
+from appliance.engine.served_model import fingerprint_of
 from appliance.kernels.arrays import dtype_name
-from appliance.version import __version__
 
 if TYPE_CHECKING:
-    import torch
-
     from appliance.config import EngineConfig
-    from appliance.engine.devices import Processor
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.run.device import Device
     from appliance.engine.runner_setup import RunnerParts
@@ -119,18 +114,3 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
         " have to make room: long ones are computed again; --kv-host-memory says how much,"
         " --kv-cache-memory or --max-model-len leave more",
     )
-
-
-def device_name(device: torch.device | Processor, threads: int) -> str:
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(cast("torch.device", device))
-    return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
-
-
-def fingerprint_of(path: Path, arithmetic: str) -> str:
-    """Hash everything that a seeded answer depends on: weights, formats, version."""
-    digest = hashlib.blake2b(weights_digest(path), digest_size=8)
-    digest.update(f"{__version__} {arithmetic}".encode())
-    return f"fp_{digest.hexdigest()}"

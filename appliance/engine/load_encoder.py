@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from appliance.engine.devices import memory_budget
+from appliance.engine.devices import device_name, memory_budget
 from appliance.engine.encoder_engine import EncoderEngine
 from appliance.engine.encoder_execution import choose_encoder_execution
-from appliance.engine.engine_info import device_name, fingerprint_of
 from appliance.engine.messages import EngineInfo
+from appliance.engine.served_model import fingerprint_of
 from appliance.errors import MemoryPlanError
 from appliance.model.encoder.source import open_reader
 from appliance.runtime import release_unused, resident_bytes

@@ -35,7 +35,7 @@ from appliance.engine.run.hidden_rows import HiddenRows
 from appliance.engine.run.host_device import HostDevice, NativeDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.served_source import open_served, settings_for
+from appliance.engine.served_model import open_served, settings_for
 from appliance.model.native import NativeDecoder
 from appliance.runtime import release_unused, resident_bytes
 

@@ -19,7 +19,7 @@ from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.expert_placement.choice import expert_choice
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryRequest
-from appliance.engine.served_source import settings_for
+from appliance.engine.served_model import settings_for
 from appliance.kernels.arrays import numpy_dtype
 from appliance.runtime import free_host_bytes, release_unused, resident_bytes
 

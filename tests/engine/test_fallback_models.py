@@ -15,7 +15,7 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.memory_request import request_memory
-from appliance.engine.served_source import open_served
+from appliance.engine.served_model import open_served
 from appliance.errors import ConfigError, MemoryPlanError
 
 TOKENS = 36

@@ -16,7 +16,7 @@ from appliance.engine.load_engine import load_llm_engine
 from appliance.engine.memory_request import request_memory
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.served_source import open_served
+from appliance.engine.served_model import open_served
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.fallback.own_cache import tensors_in
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engine.weights_fingerprint import NUM_SAMPLES, weights_digest
+from appliance.engine.served_model import NUM_SAMPLES, weights_digest
 
 SIZE = 24 * 2**20
 

@@ -15,7 +15,7 @@ from teacher_forcing import logits_of
 from appliance import LLM, SamplingParams
 from appliance.doctor import machine
 from appliance.engine.load_tiers import kv_fingerprint
-from appliance.engine.weights_fingerprint import weights_digest
+from appliance.engine.served_model import weights_digest
 from appliance.errors import CheckpointError
 from appliance.hub.resolve import resolve_model
 from appliance.kernels.backend import REFERENCE

@@ -23,7 +23,7 @@ from appliance.engine.ranks.ranked_adapters import unpack_adapter
 from appliance.engine.ranks.ranks import told_division
 from appliance.engine.ranks.shared_cache import map_cache, read_layers
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
-from appliance.engine.served_source import open_served
+from appliance.engine.served_model import open_served
 from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.group import NativeGroup, group_bytes

@@ -39,7 +39,7 @@ from appliance.engine.ranks.shared_cache import read_layers
 from appliance.engine.ranks.torch_step import packed_bytes, unpack
 from appliance.engine.run.device import CaptureError
 from appliance.engine.run.host_device import HostDevice
-from appliance.engine.served_source import open_served
+from appliance.engine.served_model import open_served
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.shard.joint import STORE, JoinedShard, Joint, store_in
