@@ -14,7 +14,7 @@ from appliance.runtime import limit_spinning
 from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from appliance.engine.sampling_params import SamplingParams
+    from appliance.engine.nouns.sampling_params import SamplingParams
     from appliance.grammar import Grammar
     from appliance.llm import LLM
 
@@ -22,7 +22,7 @@ __all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "appliance.llm",
-    "SamplingParams": "appliance.engine.sampling_params",
+    "SamplingParams": "appliance.engine.nouns.sampling_params",
     "Grammar": "appliance.grammar",
 }
 

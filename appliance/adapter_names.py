@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.config.named_paths import named_paths
-from appliance.engine.request import AdapterRef
+from appliance.engine.nouns.request import AdapterRef
 from appliance.errors import ConfigError
 from appliance.files import stamp_of
 from appliance.gguf_names import is_gguf

@@ -14,8 +14,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.engine.messages import SequenceDelta
-    from appliance.engine.sampling_params import SamplingParams
+    from appliance.engine.nouns.messages import SequenceDelta
+    from appliance.engine.nouns.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from appliance.adapter_names import AdapterRegistry
 from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
 from appliance.draft_names import resolve_draft
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import AdapterRef, FinishReason, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import AdapterRef, FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
 from appliance.hub import resolve_adapters, resolve_model
 from appliance.output import ChoiceText
@@ -29,7 +29,7 @@ from appliance.tokenizer import Tokenizer
 from appliance.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.nouns.messages import SequenceDelta, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.request import Pooling
+from appliance.engine.nouns.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import open_regular, read_bytes, read_json
 from appliance.rankers import is_ranker

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.sampling_params import SamplingParams
+    from appliance.engine.nouns.sampling_params import SamplingParams
     from appliance.tokenizer import Tokenizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.engine.grammars.merge_order import MergeOrder
-from appliance.engine.messages import Vocabulary
+from appliance.engine.nouns.messages import Vocabulary
 
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from appliance.commands.examples import ExampleRequest, own_command, try_it
 from appliance.commands.parting import parting
 from appliance.commands.serve_banner import banner
 from appliance.config import EngineConfig
-from appliance.engine.messages import EngineInfo
+from appliance.engine.nouns.messages import EngineInfo
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 INFO = EngineInfo(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from appliance import LLM, SamplingParams
-from appliance.engine.request import FinishReason, Request
+from appliance.engine.nouns.request import FinishReason, Request
 from appliance.errors import ChatTemplateError, ConfigError, ContextLengthError, ModelError
 from appliance.llm import CompletionOutput
 from appliance.tokenizer import ChatTemplate, Tokenizer

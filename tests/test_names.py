@@ -110,7 +110,7 @@ def test_every_room_is_searched() -> None:
 
 def test_a_second_class_of_a_name_is_found(tmp_path: Path) -> None:
     planted = {
-        "appliance/engine/plan.py": "class Plan: ...",
+        "appliance/engine/nouns/plan.py": "class Plan: ...",
         "quant/run/plan.py": "class Plan:\n    class Inner: ...",
         "kernels/work.py": "class _Plan: ...\nclass Inner: ...",
     }
@@ -119,7 +119,7 @@ def test_a_second_class_of_a_name_is_found(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "appliance" / "quant").symlink_to("../quant")
-    assert duplicates(tmp_path) == {"Plan": {"appliance/engine/plan.py", "quant/run/plan.py"}}
+    assert duplicates(tmp_path) == {"Plan": {"appliance/engine/nouns/plan.py", "quant/run/plan.py"}}
 
 
 def test_no_docstring_is_an_indirect_question() -> None:

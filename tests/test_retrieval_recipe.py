@@ -11,7 +11,7 @@ import torch
 from gguf_files import write_gguf_file
 from safetensors.torch import save_file
 
-from appliance.engine.request import Pooling
+from appliance.engine.nouns.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import read_header
 from appliance.model.encoder.families import ENCODERS

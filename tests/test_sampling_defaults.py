@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.sampling_defaults import (
     NOTHING_RECOMMENDED,
     RANGES,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import ModelConfig, Settings
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.launch import LaunchedProcess
     from appliance.log import RecentWarnings
     from appliance.quant.quality.min_quality import Condition

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from appliance.commands.quality import Quality
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.nouns.messages import EngineInfo
 
 
 def banner(

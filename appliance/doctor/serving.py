@@ -24,7 +24,7 @@ from appliance.tui.server import Server
 from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from appliance.engine.sampling_params import SamplingParams
+    from appliance.engine.nouns.sampling_params import SamplingParams
 
 _START = "start one with `appliance serve`, or name another with --url"
 
@@ -130,7 +130,9 @@ def _in_process(scope: Scope) -> str:
     """
     assert scope.model is not None
     start = time.monotonic()
-    from appliance.engine.sampling_params import SamplingParams  # imports the engine's messages
+    from appliance.engine.nouns.sampling_params import (
+        SamplingParams,  # imports the engine's messages
+    )
     from appliance.llm import LLM
 
     settings = msgspec.structs.asdict(scope.engine)  # includes the file that a flag names

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from appliance.engine.adapters.loader import wants_adapters
+from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa

@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.adapters.pool import AdapterPool
-from appliance.engine.beacon import Beacon
-from appliance.engine.check_tokens import check_tokens
 from appliance.engine.grammars.grammars import Grammars, refusal
 from appliance.engine.grammars.matchers import NO_WAY_ON
-from appliance.engine.messages import SequenceDelta, StepReport
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.beacon import Beacon
+from appliance.engine.nouns.messages import SequenceDelta, StepReport
+from appliance.engine.nouns.request import FinishReason
+from appliance.engine.run.adapters.pool import AdapterPool
+from appliance.engine.scheduling.check_tokens import check_tokens
 from appliance.engine.scheduling.deadlines import was_started, why_refused
-from appliance.engine.sequence_views import view_sequences, view_table
+from appliance.engine.scheduling.sequence_views import view_sequences, view_table
 from appliance.errors import RequestError
 from appliance.stats import MAX_STEPS_KEPT, EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from appliance.engine.adapters.loader import AdapterLoader
     from appliance.engine.grammars.matchers import Matchers
-    from appliance.engine.messages import EngineInfo, Table, Vocabulary
-    from appliance.engine.plan import Plan, Sampled, Update
-    from appliance.engine.request import AdapterRef, Request
-    from appliance.engine.runner import Runner
+    from appliance.engine.nouns.messages import EngineInfo, Table, Vocabulary
+    from appliance.engine.nouns.plan import Plan, Sampled, Update
+    from appliance.engine.nouns.request import AdapterRef, Request
+    from appliance.engine.nouns.sequence import Sequence
+    from appliance.engine.run.adapters.loader import AdapterLoader
+    from appliance.engine.run.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
-    from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.expert_placement.prediction import token_time
-from appliance.engine.expert_placement.split import LayerExperts
-from appliance.engine.memory_plan import plan_memory
-from appliance.engine.memory_request import request_memory, with_other_cache
+from appliance.engine.load.memory_request import request_memory, with_other_cache
+from appliance.engine.memory.experts.prediction import token_time
+from appliance.engine.memory.experts.split import LayerExperts
+from appliance.engine.memory.plan import plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.narrowed import narrowed
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.config import EngineConfig
-    from appliance.engine.expert_placement.split import ExpertChoice
-    from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
+    from appliance.engine.memory.experts.split import ExpertChoice
+    from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
     from appliance.fit.place import ModelPlace
     from appliance.model.source import ModelSource
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.expert_placement.streaming import HOST_GB_PER_SECOND
+from appliance.engine.memory.experts.streaming import HOST_GB_PER_SECOND
 from appliance.fit.candidates import AS_IT_IS, ROUNDED
 
 if TYPE_CHECKING:

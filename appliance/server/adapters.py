@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.adapter_names import NAME
 from appliance.api_keys import BARE_NAME
-from appliance.engine.request import AdapterRef
+from appliance.engine.nouns.request import AdapterRef
 from appliance.errors import RequestError
 from appliance.files import stamp_of
 from appliance.server.body import read_json

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from appliance.best_of import best
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.answer_choice import AnswerChoice
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from typing import Self
 
-    from appliance.engine.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.nouns.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.nouns.request import Request
     from appliance.engine.process.generation import Generation
-    from appliance.engine.request import Request
     from appliance.server.model_state import ModelState
     from appliance.server.pieces import Reading
     from appliance.tokenizer import Tokenizer

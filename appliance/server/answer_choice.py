@@ -8,14 +8,14 @@ import msgspec
 
 from appliance.best_of import Likelihood
 from appliance.dialects import CallArguments, CallBegin
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.server.pieces import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from appliance.dialects import Part, Reader
-    from appliance.engine.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.nouns.messages import SequenceDelta, TokenLogprobs
     from appliance.output import ChoiceText
 
 

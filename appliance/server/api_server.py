@@ -19,7 +19,7 @@ from appliance.server.listener import url_of
 if TYPE_CHECKING:
     import socket
 
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.certificate import Certificate

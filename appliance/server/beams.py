@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.limits import check_beams
+from appliance.engine.nouns.limits import check_beams
 from appliance.stop_pieces import stop_pieces
 
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
     from appliance.server.model_state import ModelState
 
 

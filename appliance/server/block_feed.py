@@ -17,7 +17,7 @@ from appliance.events import MAX_SHOWN_AGE, NO_OWNER, BlockRun, Delta, Snapshot,
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from appliance.engine.messages import EngineInfo, Table
+    from appliance.engine.nouns.messages import EngineInfo, Table
 
 HASH_BYTES = 16
 MAX_RUNS = 2000  # with more, a snapshot is smaller

@@ -10,7 +10,7 @@ from appliance.server.responses import ChatLogprobs, TokenLogprob, TopLogprob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.engine.messages import Candidate, TokenLogprobs
+    from appliance.engine.nouns.messages import Candidate, TokenLogprobs
     from appliance.tokenizer import Tokenizer
 
 

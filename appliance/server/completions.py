@@ -11,7 +11,7 @@ from appliance.server.responses import Completion, CompletionChoice, CompletionL
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.engine.messages import TokenLogprobs
+    from appliance.engine.nouns.messages import TokenLogprobs
     from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
     from appliance.server.pieces import FinishedChoice, Piece

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.request import AdapterRef
+    from appliance.engine.nouns.request import AdapterRef
     from appliance.server.model_state import ModelState
     from appliance.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from appliance.vocabulary import vocabulary_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.engine.messages import Vocabulary
+    from appliance.engine.nouns.messages import Vocabulary
     from appliance.server.model_state import ModelState
     from appliance.server.schema import ResponseFormat, SamplingFields
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import msgspec
     from fastapi import Request, Response
 
-    from appliance.engine.thought_budget import ThoughtBudget
+    from appliance.engine.nouns.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.server.body import StructT
     from appliance.server.conversation import Conversation

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.engine.messages import SequenceDelta
+    from appliance.engine.nouns.messages import SequenceDelta
     from appliance.engine.process.generation import Generation
 
 

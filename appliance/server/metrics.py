@@ -20,7 +20,7 @@ from appliance.server.shared_metrics import SharedMetrics
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-    from appliance.engine.messages import StepReport
+    from appliance.engine.nouns.messages import StepReport
     from appliance.stats import StepView
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.config import EngineConfig, ServerConfig
-    from appliance.engine.messages import EngineInfo, StepReport
+    from appliance.engine.nouns.messages import EngineInfo, StepReport
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.limits import KeyUse
     from appliance.server.quality import ServedCard

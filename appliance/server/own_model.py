@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.config import EngineConfig
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.model_state import FoundModel
 

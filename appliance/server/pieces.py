@@ -9,8 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from appliance.dialects import Content, Part
-from appliance.engine.messages import TokenLogprobs
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.messages import TokenLogprobs
+from appliance.engine.nouns.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

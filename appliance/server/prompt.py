@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.dialects.turns import Turn
-    from appliance.engine.messages import EngineInfo
-    from appliance.engine.thought_budget import ThoughtBudget
+    from appliance.engine.nouns.messages import EngineInfo
+    from appliance.engine.nouns.thought_budget import ThoughtBudget
     from appliance.server.conversation import Conversation
     from appliance.server.model_state import ModelState
     from appliance.server.tools import Tools

@@ -11,7 +11,7 @@ from appliance.server.responses import PromptLogprob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.engine.messages import TokenLogprobs
+    from appliance.engine.nouns.messages import TokenLogprobs
     from appliance.server.answer import Answer
     from appliance.server.responses import PromptLogprobs
     from appliance.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.process.client import EngineClient
+from appliance.engine.process.replicas.replica_set import ReplicaSet
 from appliance.engine.process.residency import Residency
-from appliance.engine.replicas.replica_set import ReplicaSet
 from appliance.errors import ConfigError
 from appliance.runtime import free_host_bytes, visible_gpus
 from appliance.server.gpu import ask, open_nvml

@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from appliance.best_of import with_logprobs
-from appliance.engine.limits import check_prompt
-from appliance.engine.sampling_params import GREEDY, SamplingParams
+from appliance.engine.nouns.limits import check_prompt
+from appliance.engine.nouns.sampling_params import GREEDY, SamplingParams
 from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import EngineInfo
-    from appliance.engine.thought_budget import ThoughtBudget
+    from appliance.engine.nouns.messages import EngineInfo
+    from appliance.engine.nouns.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.schema import SamplingFields

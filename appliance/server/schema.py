@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.request import MAX_PRIORITY, MAX_TIMEOUT
-from appliance.engine.sampling_params import (
+from appliance.engine.nouns.request import MAX_PRIORITY, MAX_TIMEOUT
+from appliance.engine.nouns.sampling_params import (
     MAX_BEST_OF,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,

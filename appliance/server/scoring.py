@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer import Answer
 from appliance.server.answer_size import check_answer

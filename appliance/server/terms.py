@@ -7,12 +7,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.request import MAX_PRIORITY, Request
+from appliance.engine.nouns.request import MAX_PRIORITY, Request
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from appliance.engine.request import AdapterRef, Pooling
-    from appliance.engine.sampling_params import SamplingParams
+    from appliance.engine.nouns.request import AdapterRef, Pooling
+    from appliance.engine.nouns.sampling_params import SamplingParams
     from appliance.server.model_state import ModelState
     from appliance.server.schema import TermsFields
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appliance.engine.messages import EngineInfo
+from appliance.engine.nouns.messages import EngineInfo
 from appliance.events import PROTOCOL, Info, Log, ModelView, ReplicaView, Stats, encode_event
 from appliance.jobs import read_jobs
 from appliance.server.sequence_feed import SequenceFeed

@@ -47,7 +47,7 @@ def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
 def _sample(
     model_path: str, device: str, count: int, row_tokens: int, seed: int
 ) -> list[list[int]]:
-    from appliance.engine.sampling_params import SamplingParams
+    from appliance.engine.nouns.sampling_params import SamplingParams
     from appliance.llm import LLM
     from appliance.model.source import open_model
 

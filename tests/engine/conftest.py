@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engine.plan import StepLoad
+from appliance.engine.nouns.plan import StepLoad
 from appliance.engine.speculation.speculator import Speculator
 
 

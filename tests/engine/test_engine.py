@@ -8,14 +8,14 @@ import torch
 from broken_logits import break_logits
 
 from appliance.config import EngineConfig
-from appliance.engine.beacon import Beacon, name_of
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.moves import SavedBlock
-from appliance.engine.plan import Plan
-from appliance.engine.request import FinishReason, Request
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.beacon import Beacon, name_of
+from appliance.engine.nouns.moves import SavedBlock
+from appliance.engine.nouns.plan import Plan
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.model_runner import ModelRunner
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ContextLengthError, MemoryPlanError, RequestError
 
 EOS = 2

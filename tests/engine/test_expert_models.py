@@ -14,7 +14,7 @@ from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.errors import ConfigError
 
 TOKENS = 36

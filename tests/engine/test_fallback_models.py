@@ -13,8 +13,8 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.memory_request import request_memory
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.load.memory_request import request_memory
 from appliance.engine.served_model import open_served
 from appliance.errors import ConfigError, MemoryPlanError
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 
 for setting, ranks, folder in (given.split(":", 2) for given in sys.argv[1:]):
     config = EngineConfig(
@@ -50,9 +50,9 @@ ENCODER_PROGRAM = """
 import sys
 
 from appliance.config import EngineConfig
-from appliance.engine.load_engine import load_engine
-from appliance.engine.request import Pooling, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_engine
+from appliance.engine.nouns.request import Pooling, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 
 for folder, bits in [(folder, bits) for folder in sys.argv[1:] for bits in (None, 8)]:
     engine = load_engine(
@@ -117,7 +117,7 @@ def test_the_plan_counts_torch_where_adapters_need_it(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from appliance.config import EngineConfig
-from appliance.engine.memory_request import request_memory
+from appliance.engine.load.memory_request import request_memory
 from appliance.model.source import open_model
 source = open_model(Path(sys.argv[1]), in_torch=False)
 for options in ({}, {"lora_dir": sys.argv[2]}):

@@ -15,11 +15,11 @@ from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason, Pooling, Request
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason, Pooling, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run import prompt_reader
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ContextLengthError, RequestError
 from appliance.kernels.arrays import dtype_name
 

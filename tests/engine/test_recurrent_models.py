@@ -13,10 +13,10 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import Request
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.cuda_graphs import StepSize
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import MemoryPlanError
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.limits import Bounds
-    from appliance.engine.plan import Sampled, ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.plan import Sampled, ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
 
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 

@@ -14,8 +14,8 @@ from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.expert_placement import streaming
-from appliance.engine.loading import load_parts
+from appliance.engine.load.loading import load_parts
+from appliance.engine.memory.experts import streaming
 from appliance.model import expert_stream
 
 TOKENS = 20

@@ -15,8 +15,8 @@ from expert_models import save_experts
 from large_model import write_large_model
 
 from appliance.config import EngineConfig
-from appliance.engine.memory_plan import plan_memory
-from appliance.engine.memory_request import request_memory
+from appliance.engine.load.memory_request import request_memory
+from appliance.engine.memory.plan import plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.fit.candidates import candidates
 from appliance.fit.place import ModelPlace, place_of

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from appliance.engine.request import AdapterRef
+    from appliance.engine.nouns.request import AdapterRef
 
 
 def make(folder: Path, content: str = "{}") -> Path:

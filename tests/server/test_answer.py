@@ -8,9 +8,9 @@ import pytest
 from msgspec import UNSET
 from waiting import until
 
-from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.server.answer import MAX_TURN, Answer
 from appliance.server.completions import completion_frames
 from appliance.server.exchange import Exchange

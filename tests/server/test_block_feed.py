@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engine.blocks.block_metadata import BlockMetadata
-from appliance.engine.messages import EngineInfo, Table
+from appliance.engine.nouns.messages import EngineInfo, Table
 from appliance.events import MAX_SHOWN_AGE, NO_OWNER, BlockState, Delta, Snapshot
 from appliance.server.block_feed import (
     MAX_RUNS,

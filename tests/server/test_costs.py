@@ -30,7 +30,7 @@ from appliance.dialects.dialect import Dialect
 from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
 from appliance.dialects.thoughts import KNOWN_MARKS
 from appliance.dialects.turns import prepare
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.output import ChoiceText
 from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe
 from appliance.sampling_defaults import SamplingDefaults

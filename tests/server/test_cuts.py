@@ -20,8 +20,8 @@ import pytest
 from echo_templates import TOOLS
 from pydantic import BaseModel
 
-from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason
 from appliance.output import ChoiceText
 from appliance.server.answer_choice import AnswerChoice
 from appliance.server.terms import Terms

@@ -15,7 +15,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
     from tests.server.conftest import Serve
 
 CHAT = "/v1/chat/completions"

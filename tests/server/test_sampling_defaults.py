@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from waiting import until
 
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:

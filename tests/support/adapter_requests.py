@@ -9,15 +9,15 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import AdapterRef, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import AdapterRef, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.files import stamp_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.engine.messages import SequenceDelta
+    from appliance.engine.nouns.messages import SequenceDelta
 
 ALL = {
     f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()

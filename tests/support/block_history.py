@@ -17,8 +17,8 @@ from appliance.engine.blocks.block_fields import unpack
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
-from appliance.engine.moves import BlockCopy
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.moves import BlockCopy
+from appliance.engine.nouns.sequence import Sequence
 from appliance.events import BlockState
 
 MAX_SEQUENCES = 4

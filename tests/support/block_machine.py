@@ -15,9 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from appliance.engine.plan import ScheduledSequence
+from appliance.engine.nouns.plan import ScheduledSequence
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.verification import settle_run
-from appliance.engine.sequence import Sequence
 
 # Two tokens and short prompts, most of them with the same start: equal beginnings are the rule.
 START = [0, 1, 1, 0, 1, 0, 0, 1]

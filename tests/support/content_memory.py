@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.moves import BlockCopy
-from appliance.engine.plan import ScheduledSequence
+from appliance.engine.nouns.moves import BlockCopy
+from appliance.engine.nouns.plan import ScheduledSequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 Content = tuple[str, tuple[int, ...]]
 NOTHING: Content = ("nothing", ())

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from content_memory import NOTHING, Content, truth
 
-from appliance.engine.plan import ScheduledSequence
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.plan import ScheduledSequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 
 if TYPE_CHECKING:
     import random
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.moves import StateCopy
+    from appliance.engine.nouns.moves import StateCopy
 
 JUNK: Content = ("junk", ())
 

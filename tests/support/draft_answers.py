@@ -9,11 +9,11 @@ from grammar_words import EOS, words
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.messages import Vocabulary
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.thought_budget import ThoughtBudget
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.messages import Vocabulary
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.thought_budget import ThoughtBudget
 from appliance.grammar import Grammar
 
 if TYPE_CHECKING:

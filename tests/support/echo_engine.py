@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from waiting import LIMIT
 
 from appliance.config import EngineConfig
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.restarts import SupervisionLimits
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

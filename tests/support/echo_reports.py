@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from appliance.engine.messages import Candidate, TokenLogprobs
+from appliance.engine.nouns.messages import Candidate, TokenLogprobs
 
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
 
 
 def reported(token: int, logprob: float, count: int) -> TokenLogprobs:

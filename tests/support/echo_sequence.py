@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from echo_reports import reported
 
-from appliance.engine.messages import SequenceDelta, Table
+from appliance.engine.nouns.messages import SequenceDelta, Table
 from appliance.stats import SequenceView
 
 if TYPE_CHECKING:
-    from appliance.engine.request import FinishReason, Request
+    from appliance.engine.nouns.request import FinishReason, Request
 
 
 @dataclass

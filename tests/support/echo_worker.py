@@ -28,7 +28,7 @@ from echo_script import Script
 from echo_sequence import EchoSequence
 
 from appliance.engine.blocks.block_metadata import BlockMetadata
-from appliance.engine.messages import (
+from appliance.engine.nouns.messages import (
     AdapterAnswer,
     EngineInfo,
     SequenceDelta,
@@ -36,8 +36,8 @@ from appliance.engine.messages import (
     Table,
     Vocabulary,
 )
+from appliance.engine.nouns.request import AdapterRef, FinishReason, Request
 from appliance.engine.process.entry import run_engine_process
-from appliance.engine.request import AdapterRef, FinishReason, Request
 from appliance.errors import MemoryPlanError, RequestError
 from appliance.events import BlockState
 from appliance.stats import EngineStats, SequenceView, StepView
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.admission import Admission
-    from appliance.engine.beacon import Beacon
+    from appliance.engine.memory.admission import Admission
+    from appliance.engine.nouns.beacon import Beacon
     from appliance.engine.process.engine_core import LoadEngine
 
 VOCAB_SIZE = 272

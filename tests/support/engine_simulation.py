@@ -21,16 +21,16 @@ from virtual_model import content_of, logprob_of, next_token
 from virtual_runner import Clock, DeviceLostError
 
 from appliance.best_of import Likelihood, best
-from appliance.engine.beams.beam_group import BeamGroup
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
+from appliance.engine.nouns.sequence import SequenceStatus
+from appliance.engine.scheduling.beams.beam_group import BeamGroup
 from appliance.engine.scheduling.policy import may_admit, may_draft
-from appliance.engine.sequence import SequenceStatus
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import SequenceDelta
-    from appliance.engine.request import Request
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.messages import SequenceDelta
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
 
 PATIENCE = 300  # steps in which nobody gets a token
 TICK = 1e-9  # seconds, more than a few steps of the clock's last bit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from appliance.engine.messages import Vocabulary
+from appliance.engine.nouns.messages import Vocabulary
 
 SIZE = 512
 EOS = 2

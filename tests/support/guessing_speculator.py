@@ -10,9 +10,9 @@ from virtual_model import VOCAB, content_of, next_token
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.plan import StepLoad
-    from appliance.engine.request import Request
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import StepLoad
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
 
 
 class GuessingSpeculator:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from plain_search import Found, best_answers
 from virtual_model import EOS, STOPS, VOCAB, content_of, next_token, stop_pieces
 
-from appliance.engine.limits import max_beam_tokens
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.limits import max_beam_tokens
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 
 SALTS = ("", "", "", "x")
 OWNERS = ("", "ann", "bob", "agent")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from appliance.engine.memory_plan import MemoryRequest
+from appliance.engine.memory.plan import MemoryRequest
 from appliance.kernels.activation import Activation
 from appliance.model.spec import (
     AttentionSpec,

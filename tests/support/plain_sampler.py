@@ -9,11 +9,11 @@ from collections.abc import Sequence as Sequences
 import torch
 from torch import Tensor
 
-from appliance.engine.beams.beam_search import num_candidates
-from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.plan import Continuations, Sampled
+from appliance.engine.nouns.messages import Candidate, TokenLogprobs
+from appliance.engine.nouns.plan import Continuations, Sampled
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.run.sampled_rows import BANNED, BROKEN
-from appliance.engine.sequence import Sequence
+from appliance.engine.scheduling.beams.beam_search import num_candidates
 from appliance.kernels.sampling import SamplingRows, batched
 from appliance.kernels.sampling.ranking import likeliest
 

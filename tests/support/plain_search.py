@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from virtual_model import EOS, TEXTS, VOCAB, content_of, ranking
 
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
 
 Found = tuple[tuple[int, ...], FinishReason]
 Scored = tuple[float, tuple[int, ...], int]  # score, answer, content of the last slot

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.sequence import SequenceStatus
+from appliance.engine.nouns.sequence import SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.moves import StateMoves
-    from appliance.engine.plan import Plan, ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.moves import StateMoves
+    from appliance.engine.nouns.plan import Plan, ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 def num_results(plan: Plan) -> int:

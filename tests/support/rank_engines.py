@@ -11,16 +11,16 @@ import pytest
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import AdapterRef, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import AdapterRef, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from appliance.engine.messages import Candidate, SequenceDelta
+    from appliance.engine.nouns.messages import Candidate, SequenceDelta
     from appliance.engine.run.device import Device
 
 # The four prompts and their answers take twice as many, so that sequences give way and come back.

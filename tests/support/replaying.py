@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.grammars.matchers import Matchers
-    from appliance.engine.plan import StepLoad
-    from appliance.engine.request import FinishReason, Request
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import StepLoad
+    from appliance.engine.nouns.request import FinishReason, Request
+    from appliance.engine.nouns.sequence import Sequence
 
 Answers = dict[tuple[str, int], tuple[list[int], list[Any], "FinishReason | None"]]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import MAX_LOGPROBS, SamplingParams
 from appliance.runtime import resident_bytes
 
 

@@ -10,7 +10,7 @@ from appliance.best_of import Likelihood
 if TYPE_CHECKING:
     from plain_search import Found
 
-    from appliance.engine.request import FinishReason, Request
+    from appliance.engine.nouns.request import FinishReason, Request
 
 
 @dataclass(slots=True)

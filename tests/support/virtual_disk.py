@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from virtual_runner import Clock
 
-    from appliance.engine.moves import SavedBlock
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.moves import SavedBlock
+    from appliance.engine.nouns.sequence import Sequence
 
 READ_SECONDS, WRITE_SECONDS = 0.02, 0.004
 CPU_SECONDS = 0.0001  # of a processor, to write a block

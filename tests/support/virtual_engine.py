@@ -14,8 +14,8 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.engine import LLMEngine
-from appliance.engine.messages import EngineInfo
-from appliance.engine.rates import Rates
+from appliance.engine.nouns.messages import EngineInfo
+from appliance.engine.nouns.rates import Rates
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.tiers.write_behind import WriteBehind

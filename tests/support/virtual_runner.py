@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 from plan_judge import look_at
 from virtual_model import EOS, content_of, logprob_of, next_token, ranking
 
-from appliance.engine.beams.beam_search import num_candidates
-from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock, StateCopy
-from appliance.engine.plan import Continuations, Sampled
-from appliance.engine.sequence import SequenceStatus
+from appliance.engine.nouns.messages import Candidate, TokenLogprobs
+from appliance.engine.nouns.moves import BlockLoad, BlockSave, SavedBlock, StateCopy
+from appliance.engine.nouns.plan import Continuations, Sampled
+from appliance.engine.nouns.sequence import SequenceStatus
+from appliance.engine.scheduling.beams.beam_search import num_candidates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.plan import Plan, ScheduledSequence
-    from appliance.engine.request import Request
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import Plan, ScheduledSequence
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
 
 STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
 JUNK = -1

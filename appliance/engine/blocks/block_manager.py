@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.block_pool import BlockPool
 from appliance.engine.blocks.prefix_cache import Prefix, PrefixCache
-from appliance.engine.moves import BlockCopy
+from appliance.engine.nouns.moves import BlockCopy
 
 if TYPE_CHECKING:
     from array import array
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.state_slots import StateSlots
-    from appliance.engine.plan import ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 class BlockManager:

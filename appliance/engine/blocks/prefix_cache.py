@@ -17,7 +17,7 @@ from appliance.engine.blocks.block_hashes import (
 )
 
 if TYPE_CHECKING:
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 MAX_COMPARED = 8  # blocks to compare for a partial hit
 

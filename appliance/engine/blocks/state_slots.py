@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.blocks.checkpoints import Checkpoint, Checkpoints
-from appliance.engine.moves import StateCopy
+from appliance.engine.nouns.moves import StateCopy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from appliance.engine.plan import ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)

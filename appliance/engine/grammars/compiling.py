@@ -23,8 +23,8 @@ from appliance.stats import COMPILE_SECONDS
 
 if TYPE_CHECKING:
     from appliance.engine.grammars.library import GrammarState, ReadVocabulary
-    from appliance.engine.messages import Vocabulary
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.messages import Vocabulary
+    from appliance.engine.nouns.request import Request
     from appliance.grammar import Grammar
 
 MAX_KEPT = 128  # unused grammars: a few hundred KB each for usual schemas

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.grammars.matchers import Matchers
-from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.grammars.compiling import GrammarCompiler
-    from appliance.engine.messages import EngineInfo, Vocabulary
-    from appliance.engine.plan import Update
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.messages import EngineInfo, Vocabulary
+    from appliance.engine.nouns.plan import Update
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.scheduler import Scheduler
-    from appliance.engine.sequence import Sequence
     from appliance.stats import EngineStats
 
 _WAIT_SECONDS = 0.01  # between checks for other events

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from appliance.engine.grammars.library import GrammarState
-    from appliance.engine.plan import Update
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import Update
+    from appliance.engine.nouns.sequence import Sequence
 
 NO_WAY_ON = "the grammar cannot go on"  # begins an error that is the request's fault
 _WORDS = 16  # mask words come in multiples of this, one compiled kernel each

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import Vocabulary
+    from appliance.engine.nouns.messages import Vocabulary
 
 MAX_KEPT = 4096  # pieces whose tokens are cached
 _PIECE = re.compile(rb" ?[^ ]{1,64}| +")  # merges hardly ever cross the left side of a space

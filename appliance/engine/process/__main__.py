@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def find_loader() -> LoadEngine:
     """Import the loader, and with it the engine."""
-    from appliance.engine.load_engine import load_engine
+    from appliance.engine.load.load_engine import load_engine
 
     return load_engine
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from appliance.engine.messages import AdapterAnswer, LoadAdapter, UnloadAdapter
+from appliance.engine.nouns.messages import AdapterAnswer, LoadAdapter, UnloadAdapter
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from appliance.engine.nouns.request import AdapterRef
     from appliance.engine.process.supervisor import Supervisor
-    from appliance.engine.request import AdapterRef
 
 
 class AdapterCalls:

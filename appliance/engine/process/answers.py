@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from appliance.engine.messages import Table
+from appliance.engine.nouns.messages import Table
 
 
 class ReadyWaiters:

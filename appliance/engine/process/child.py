@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from appliance.engine.messages import Shutdown
+from appliance.engine.nouns.messages import Shutdown
 from appliance.engine.process.connection import EngineConnection
 from appliance.engine.process.launch import DUMP_STACKS_SIGNAL, ENGINE_COMMAND, LaunchedProcess
 from appliance.engine.process.metadata import beacon_of, map_metadata

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance import log
-from appliance.engine.beacon import name_of
-from appliance.engine.messages import (
+from appliance.engine.nouns.beacon import name_of
+from appliance.engine.nouns.messages import (
     Abort,
     FetchTable,
     Load,
@@ -47,11 +47,11 @@ from appliance.stats import EngineStats, SequenceView
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.nouns.messages import EngineInfo
+    from appliance.engine.nouns.request import Request
     from appliance.engine.process.launch import LaunchedProcess
     from appliance.engine.process.restarts import SupervisionLimits
     from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
-    from appliance.engine.request import Request
 
 # Number of processes that a waiting request may go to. A higher one would let a request that kills
 # the engine before it starts take the server down.

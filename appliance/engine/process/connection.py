@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from appliance.engine.messages import FromEngine, ToEngine
+from appliance.engine.nouns.messages import FromEngine, ToEngine
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.admission import Admission
-    from appliance.engine.beacon import Beacon
-    from appliance.engine.messages import EngineInfo, StepReport, Table, Vocabulary
-    from appliance.engine.request import AdapterRef, Request
+    from appliance.engine.memory.admission import Admission
+    from appliance.engine.nouns.beacon import Beacon
+    from appliance.engine.nouns.messages import EngineInfo, StepReport, Table, Vocabulary
+    from appliance.engine.nouns.request import AdapterRef, Request
     from appliance.stats import EngineStats, SequenceView, StepView
 
 

@@ -8,14 +8,14 @@ import select
 import socket
 from typing import TYPE_CHECKING, TypeVar
 
-from appliance.engine.messages import EndTokens, MemoryPlanned, Proceed, ToEngine, WeightsRead
+from appliance.engine.nouns.messages import EndTokens, MemoryPlanned, Proceed, ToEngine, WeightsRead
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.engine.messages import FromEngine
+    from appliance.engine.nouns.messages import FromEngine
 
 AnswerT = TypeVar("AnswerT", Proceed, EndTokens)
 

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Protocol
 
-from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineError, QueueTimeoutError, RequestError
 
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
 
 MAX_BACKLOG = 4096  # maximum number of unread deltas
 

@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 
-from appliance.engine.beacon import WORDS, Beacon
+from appliance.engine.nouns.beacon import WORDS, Beacon
 
 MAX_BLOCKS = 2**23
 WORD_BYTES = 8

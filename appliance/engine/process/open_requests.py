@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from appliance.engine.nouns.request import Request
     from appliance.engine.process.generation import Generation
-    from appliance.engine.request import Request
 
 
 class OpenRequests(ABC):

@@ -18,7 +18,7 @@ import msgspec
 from appliance.errors import QuarantinedError
 
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
 
 AskedT = TypeVar("AskedT")
 

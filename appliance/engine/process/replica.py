@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from appliance.engine.process.quarantine import Quarantine, mark_of
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.request import Request
     from appliance.engine.process.generation import Generation
-    from appliance.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from appliance.engine.messages import StepReport
+from appliance.engine.nouns.messages import StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from appliance.engine.messages import SequenceDelta
+    from appliance.engine.nouns.messages import SequenceDelta
 
 # Per report. Each takes up to 15 bytes of MessagePack, so a frame has at most half of its 16 MiB.
 MAX_CANDIDATES = 2**19

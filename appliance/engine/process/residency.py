@@ -16,7 +16,7 @@ from appliance.engine.process.answers import ReadyWaiters
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from appliance.engine.messages import MemoryPlanned
+    from appliance.engine.nouns.messages import MemoryPlanned
 
 logger = logging.getLogger(__name__)
 

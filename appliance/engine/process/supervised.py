@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.engine_state import EngineState
     from appliance.engine.process.restarts import Wakes
     from appliance.engine.process.supervisor import Supervisor

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance import stages
-from appliance.engine.messages import (
+from appliance.engine.nouns.messages import (
     EndTokens,
     Load,
     MemoryPlanned,
@@ -46,7 +46,7 @@ from appliance.errors import (
 from appliance.long_lived import start_task
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import EngineInfo, FromEngine, ToEngine
+    from appliance.engine.nouns.messages import EngineInfo, FromEngine, ToEngine
     from appliance.engine.process.launch import LaunchedProcess
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 if TYPE_CHECKING:
-    from appliance.engine.beacon import Beacon
+    from appliance.engine.nouns.beacon import Beacon
 
 LOOKS_TO_HANG = 8  # without signs of life from a process with work
 LOOKS_TO_DOUBT = 2  # until it gets no new work

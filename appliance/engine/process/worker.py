@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance import log
-from appliance.engine.admission import Admission
-from appliance.engine.messages import (
+from appliance.engine.memory.admission import Admission
+from appliance.engine.nouns.messages import (
     Abort,
     EndTokens,
     FetchTable,
@@ -32,10 +32,10 @@ from appliance.engine.messages import (
     UnloadAdapter,
     Vocabulary,
 )
+from appliance.engine.nouns.request import FinishReason
 from appliance.engine.process.engine_socket import EngineSocket, SupervisorGoneError
 from appliance.engine.process.metadata import beacon_of
 from appliance.engine.process.report_pieces import pieces_of
-from appliance.engine.request import FinishReason
 from appliance.errors import ApplianceError, RequestError
 from appliance.runtime import see_one_gpu
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from appliance.engine.messages import ToEngine
+    from appliance.engine.nouns.messages import ToEngine
+    from appliance.engine.nouns.request import Request
     from appliance.engine.process.engine_core import EngineCore, LoadEngine
-    from appliance.engine.request import Request
     from appliance.log import RecentWarnings
 
 SNAPSHOT_SECONDS = 0.25  # between stats and sequences while there is work

@@ -9,9 +9,9 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from appliance.engine.links.shared_memory import SharedMemoryLink, send_back
-from appliance.engine.links.trial import LARGE, new_seed, try_link
 from appliance.engine.ranks.bandwidth import copy_bandwidth
+from appliance.engine.ranks.links.shared_memory import SharedMemoryLink, send_back
+from appliance.engine.ranks.links.trial import LARGE, new_seed, try_link
 from appliance.engine.ranks.messages import (
     CopyMemory,
     Join,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from appliance.engine.links.link import LinkTrial
+    from appliance.engine.ranks.links.link import LinkTrial
     from appliance.engine.ranks.rank_group import RankGroup
 
 # Of one link's test, after which a rank counts as hanging; a sound link takes far less, but on a

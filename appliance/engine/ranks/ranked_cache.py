@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.moves import SavedBlock
+from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.ranks.messages import (
     CopyBlocks,
     CopyStates,
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.moves import StateCopy, StateLoad
+    from appliance.engine.nouns.moves import StateCopy, StateLoad
+    from appliance.engine.nouns.rates import Rates
     from appliance.engine.ranks.torch_ranks import TorchRanks
-    from appliance.engine.rates import Rates
     from appliance.engine.run.device import Device
     from appliance.kernels.decoder_cache import KVCache
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.engine.links.link import LinkTrial
     from appliance.engine.ranks.division import Division
+    from appliance.engine.ranks.links.link import LinkTrial
     from appliance.engine.ranks.ranked_cache import RankedCache
     from appliance.engine.ranks.started import StartedRanks
     from appliance.engine.ranks.torch_ranks import TorchRanks

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.adapters.loader import wants_adapters
 from appliance.engine.ranks.division import DividedLayers
 from appliance.engine.ranks.messages import Room
 from appliance.engine.ranks.native_ranks import NativeRanks
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.ranks.shared_step import payload_bytes
 from appliance.engine.ranks.stage_division import Stages
+from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library
 from appliance.model.native_loader import load_native

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from appliance.engine.links.link import LinkTrial
+    from appliance.engine.ranks.links.link import LinkTrial
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.engine.devices import memory_budget
-from appliance.engine.links.joint_link import send_back, try_joint
-from appliance.engine.links.link import LinkPath, LinkTrial
-from appliance.engine.links.trial import TRIAL_SECONDS, choose_link
+from appliance.engine.ranks.links.joint_link import send_back, try_joint
+from appliance.engine.ranks.links.link import LinkPath, LinkTrial
+from appliance.engine.ranks.links.trial import TRIAL_SECONDS, choose_link
 from appliance.engine.ranks.messages import (
     LinksTried,
     MeasureGPU,

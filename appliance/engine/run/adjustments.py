@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.run.device import Device
 
 

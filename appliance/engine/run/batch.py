@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.engine.plan import sampling_rows
+from appliance.engine.nouns.plan import sampling_rows
 from appliance.engine.run.staging import StepShape
 from appliance.kernels.host_spans import HostSpans
 from appliance.kernels.paged_attention.work import NO_TILE, prefill_tiles
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.nouns.plan import Plan, ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.geometry import Geometry
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.slot_settings import StepSettings
     from appliance.engine.run.staging import Staging
-    from appliance.engine.sequence import Sequence
 
 
 def is_decode(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from appliance.engine.moves import SavedBlock
+from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.run.pinned_rows import PinnedRows
 from appliance.kernels import arrays
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave
-    from appliance.engine.rates import Rates
+    from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave
+    from appliance.engine.nouns.rates import Rates
     from appliance.engine.run.device import Copy, Device
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.model.executor import Cache

@@ -14,7 +14,7 @@ from appliance.engine.run.device import CaptureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from appliance.engine.limits import SchedulerLimits
+    from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.run.device import Device, Graph
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.plan import Plan
+    from appliance.engine.nouns.plan import Plan
     from appliance.engine.run.cuda_graphs import StepSize
     from appliance.engine.run.staging import StepTensors
     from appliance.model.adapters.slots import AdapterSlots

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.grammars.matchers import Masks, Matchers
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.run.device import Device
     from appliance.kernels.token_mask.interface import MaskTokens
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 
-from appliance.engine.plan import Plan
+from appliance.engine.nouns.plan import Plan
 from appliance.engine.run.batch import is_decode, shape_of, stage
 from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, step_sizes
 from appliance.engine.run.geometry import Geometry, Spare, has_adapters
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.limits import SchedulerLimits
+    from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.staging import Staging, StepShape, StepTensors

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.engine.sequence import Sequence
     from appliance.engine.speculation.draft_model import DraftRows
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.cpu.parts import LibraryLinear

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.engine.plan import ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.native import NativeDecoder
 

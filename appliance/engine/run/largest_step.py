@@ -11,7 +11,7 @@ from appliance.kernels.host_spans import most_chunks
 from appliance.kernels.paged_attention.work import TILE_ROWS
 
 if TYPE_CHECKING:
-    from appliance.engine.limits import SchedulerLimits
+    from appliance.engine.nouns.limits import SchedulerLimits
 
 
 def largest_step(

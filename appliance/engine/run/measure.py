@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.engine.grammars.matchers import num_words
-from appliance.engine.limits import LOGIT_ROWS
+from appliance.engine.nouns.limits import LOGIT_ROWS
+from appliance.engine.nouns.sampling_params import MAX_LOGPROBS
 from appliance.engine.run.cuda_graphs import step_sizes
-from appliance.engine.sampling_params import MAX_LOGPROBS
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.limits import SchedulerLimits
+    from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision

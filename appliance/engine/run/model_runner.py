@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 
-from appliance.engine.plan import sampling_rows
+from appliance.engine.nouns.plan import sampling_rows
 from appliance.engine.run.batch import stage
 from appliance.engine.run.geometry import Geometry, Spare
 from appliance.engine.run.largest_step import largest_step
@@ -25,9 +25,10 @@ from appliance.model.executor import AnyCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.engine.limits import SchedulerLimits
-    from appliance.engine.moves import SavedBlock
-    from appliance.engine.plan import Plan, Sampled
+    from appliance.engine.nouns.limits import SchedulerLimits
+    from appliance.engine.nouns.moves import SavedBlock
+    from appliance.engine.nouns.plan import Plan, Sampled
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from appliance.engine.run.sampled_rows import SampledRows
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.state_rows import OwnCacheRows, StateRows
-    from appliance.engine.sequence import Sequence
     from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.engine.limits import LOGIT_ROWS
-from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.plan import Sampled
+from appliance.engine.nouns.limits import LOGIT_ROWS
+from appliance.engine.nouns.messages import Candidate, TokenLogprobs
+from appliance.engine.nouns.plan import Sampled
 from appliance.engine.run.sampled_rows import BROKEN
 from appliance.kernels import arrays
 from appliance.kernels.token_scores.interface import TokenScores
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.nouns.plan import Plan, ScheduledSequence
     from appliance.engine.run.device import Device
     from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.plan import Continuations, Sampled
+from appliance.engine.nouns.messages import Candidate, TokenLogprobs
+from appliance.engine.nouns.plan import Continuations, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
 
 
 BANNED = Sampled(error="logit_bias, min_tokens and grammar together ban every token")

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.run.adjustments import AdjustmentList
 from appliance.engine.run.sampled_rows import Candidates, Logprobs, SampledRows
 from appliance.engine.run.seen_tokens import SeenTokens
@@ -16,6 +15,7 @@ from appliance.engine.run.slot_settings import (
     StepSettings,
     uniform_numbers,
 )
+from appliance.engine.scheduling.beams.beam_search import num_candidates
 from appliance.kernels import arrays
 from appliance.kernels.sampling.ranking import likeliest
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.run.device import Device
     from appliance.engine.run.grammar_masks import GrammarMasks
     from appliance.engine.run.staging import StepTensors

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.device import Device
-    from appliance.engine.sequence import Sequence
 
 
 class SeenTokens:

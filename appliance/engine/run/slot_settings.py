@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from appliance.engine.grammars.matchers import Masks
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 _MASK64 = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

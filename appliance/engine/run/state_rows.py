@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.engine.moves import SavedBlock
+from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.run.pinned_rows import PinnedRows
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.moves import StateCopy, StateLoad
-    from appliance.engine.rates import Rates
+    from appliance.engine.nouns.moves import StateCopy, StateLoad
+    from appliance.engine.nouns.rates import Rates
     from appliance.engine.run.device import Copy, Device
     from appliance.model.fallback.own_cache import OwnCaches
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.policy import may_admit, may_overtake, may_pass
-from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
     from appliance.engine.scheduling.waiting import Lane
-    from appliance.engine.sequence import Sequence
 
 
 def start_next(

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.plan import ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
 
 FIRST_DISTANCE = 512  # tokens: steps with fewer rows use a GPU badly
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.engine.plan import Plan
+from appliance.engine.nouns.plan import Plan
 from appliance.engine.scheduling.policy import MAX_DRAFTS
 from appliance.stats import EngineStats
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ import heapq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
 
 _SPARE = 64  # entries of ended sequences before a cleanup
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)

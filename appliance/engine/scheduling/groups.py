@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.beams.beam_group import BeamGroup
-from appliance.engine.sequence import Sequence
-from appliance.engine.sequence_group import SequenceGroup
+from appliance.engine.nouns.sequence import Sequence
+from appliance.engine.nouns.sequence_group import SequenceGroup
+from appliance.engine.scheduling.beams.beam_group import BeamGroup
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.limits import Bounds
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.request import Request
 
 
 def group_of(

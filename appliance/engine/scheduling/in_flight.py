@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.policy import may_look_ahead, rank
-from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.policy import Rank
-    from appliance.engine.sequence import Sequence
 
 
 class InFlight:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from appliance.engine.moves import StateMoves
-from appliance.engine.plan import Plan, ScheduledSequence
+from appliance.engine.nouns.moves import StateMoves
+from appliance.engine.nouns.plan import Plan, ScheduledSequence
 from appliance.engine.scheduling.checkpoint_rule import gets_checkpoint
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.moves import BlockCopy
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.moves import BlockCopy
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.planned_moves import Arrival
     from appliance.engine.tiers.tiers import Tiers
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.limits import Bounds
+    from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.fairness import Account
-    from appliance.engine.sequence import Sequence
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts may take this many times what its answers alone would
 STALL_STEPS = 64  # steps between two of any length

@@ -9,11 +9,11 @@ from array import array
 from operator import add
 from typing import TYPE_CHECKING
 
-from appliance.engine.plan import Update
+from appliance.engine.nouns.plan import Update
 
 if TYPE_CHECKING:
-    from appliance.engine.plan import Sampled, ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import Sampled, ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 def take_read(entry: ScheduledSequence, result: Sampled, updates: list[Update]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.checkpoint_rule import chunk_end
 from appliance.engine.scheduling.policy import choose_victim, is_answer
-from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
-    from appliance.engine.sequence import Sequence
 
 
 Rows = list[tuple["Sequence", int]]  # each sequence with the rows it wants

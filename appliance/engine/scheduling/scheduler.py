@@ -11,10 +11,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.blocks.block_word import MAX_OWNER
-from appliance.engine.limits import Bounds, check_request
-from appliance.engine.limits import SchedulerLimits as SchedulerLimits
-from appliance.engine.plan import Plan, StepLoad, Update
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.limits import Bounds, check_request
+from appliance.engine.nouns.limits import SchedulerLimits as SchedulerLimits
+from appliance.engine.nouns.plan import Plan, StepLoad, Update
+from appliance.engine.nouns.request import FinishReason
+from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.groups import group_of
 from appliance.engine.scheduling.in_flight import InFlight
 from appliance.engine.scheduling.plan_builder import PlanBuilder
@@ -25,7 +26,6 @@ from appliance.engine.scheduling.state import State
 from appliance.engine.scheduling.state_counters import add_states
 from appliance.engine.scheduling.turns import plan_prompts
 from appliance.engine.scheduling.verification import accepted_run, settle_run
-from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.tiers import Tiers
 from appliance.errors import RequestError
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.plan import Sampled, ScheduledSequence
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.plan import Sampled, ScheduledSequence
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.rows import Rows
     from appliance.engine.scheduling.verification import Speculates
-    from appliance.engine.sequence import Sequence
     from appliance.stats import EngineStats
 
 

@@ -10,23 +10,23 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.counters import Counters
 from appliance.engine.scheduling.deadlines import Deadlines
 from appliance.engine.scheduling.fairness import Accounts
 from appliance.engine.scheduling.policy import rank
 from appliance.engine.scheduling.step_budget import Stalls, StepBudget
 from appliance.engine.scheduling.waiting import WaitingQueue
-from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.limits import Bounds
-    from appliance.engine.request import FinishReason
+    from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.request import FinishReason
+    from appliance.engine.nouns.sequence import Sequence
+    from appliance.engine.nouns.sequence_group import SequenceGroup
     from appliance.engine.scheduling.in_flight import InFlight
-    from appliance.engine.sequence import Sequence
-    from appliance.engine.sequence_group import SequenceGroup
     from appliance.engine.tiers.tiers import Tiers
 
 

@@ -17,7 +17,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from appliance.engine.plan import StepLoad
+from appliance.engine.nouns.plan import StepLoad
 from appliance.engine.scheduling.policy import (
     DECODE_SLOWDOWN,
     MAX_STALLS,

@@ -17,11 +17,11 @@ from appliance.engine.scheduling.rows import extend, rows_of_step
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.fairness import Account, Accounts
     from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
     from appliance.engine.scheduling.waiting import Lane
-    from appliance.engine.sequence import Sequence
 
 
 def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]]) -> None:

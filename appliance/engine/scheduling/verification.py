@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.plan import Sampled, ScheduledSequence, StepLoad
-    from appliance.engine.request import Request
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import Sampled, ScheduledSequence, StepLoad
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.sequence import Sequence
 
 
 class Speculates(Protocol):

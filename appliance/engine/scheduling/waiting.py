@@ -14,8 +14,8 @@ from appliance.engine.scheduling.policy import WINDOW, choose_waiting, rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.fairness import Account, Accounts
-    from appliance.engine.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)

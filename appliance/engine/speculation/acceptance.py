@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.speculation.proposal import Proposal
 
 # Support at which the next kind begins: lengths of a match, or a draft model's probability in

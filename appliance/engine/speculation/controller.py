@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.plan import StepLoad
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.plan import StepLoad
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.speculation.proposal import Proposal
 
 _MARGIN, _MARGIN_OF_SEVERAL = 1.05, 1.1

@@ -17,7 +17,7 @@ from appliance.engine.scheduling.policy import MAX_ANSWER_ROWS
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 def scratch_blocks(block_size: int) -> int:

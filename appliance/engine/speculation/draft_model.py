@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.speculation.draft_blocks import DraftBlocks
     from appliance.engine.speculation.proposal import Chance
 

@@ -16,7 +16,7 @@ from appliance.engine.speculation.controller import margin_of
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.speculation.controller import Controller
     from appliance.engine.speculation.proposal import Proposal, SlowProposer
 

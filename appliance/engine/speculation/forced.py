@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.grammars.matchers import Matchers
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 
 class ForcedProposer:

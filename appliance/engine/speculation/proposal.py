@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered

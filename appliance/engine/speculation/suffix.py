@@ -22,7 +22,7 @@ from appliance.engine.speculation.token_index import (
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
 
 MAX_BYTES = 64 * 2**20
 READ_PER_STEP = 1024  # tokens of a sequence: a long prompt takes several steps

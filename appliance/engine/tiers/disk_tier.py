@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Sequences
 
-    from appliance.engine.moves import SavedBlock
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.moves import SavedBlock
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.disk_store import DiskStore
 
 MAX_QUEUED = 8  # blocks that wait for the writer

@@ -11,7 +11,7 @@ from appliance.engine.tiers.state_key import is_state
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from appliance.engine.moves import SavedBlock
+    from appliance.engine.nouns.moves import SavedBlock
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock, StateLoad
+from appliance.engine.nouns.moves import BlockLoad, BlockSave, SavedBlock, StateLoad
 from appliance.engine.tiers.host_store import HostBlock
 
 if TYPE_CHECKING:

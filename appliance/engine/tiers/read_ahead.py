@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.moves import SavedBlock
+from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.tiers.host_store import HostBlock
 from appliance.engine.tiers.resume import wanted_from_disk
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.rates import Rates
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.host_store import HostStore
 

@@ -14,7 +14,7 @@ from appliance.engine.tiers.state_key import state_key
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.host_store import HostStore
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.rates import Rates
-from appliance.engine.sequence import SequenceStatus
+from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.tiers.disk_rule import num_on_disk
 from appliance.engine.tiers.host_store import HostStore
 from appliance.engine.tiers.planned_moves import Arrival, PlannedMoves, PlannedSaves
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.moves import SavedBlock
-    from appliance.engine.plan import ScheduledSequence
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.nouns.moves import SavedBlock
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier
     from appliance.engine.tiers.host_store import HostBlock
     from appliance.engine.tiers.write_behind import WriteBehind

@@ -15,14 +15,14 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from appliance.engine.moves import BlockSave
+from appliance.engine.nouns.moves import BlockSave
 from appliance.engine.tiers.state_key import block_of, is_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.moves import SavedBlock
+    from appliance.engine.nouns.moves import SavedBlock
     from appliance.engine.tiers.disk_tier import DiskTier
 
 BUSY_SHARE = 0.02  # of steps' time, for handing over and writing

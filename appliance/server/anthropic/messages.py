@@ -8,7 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from appliance.dialects import CallArguments, CallBegin, Part, Thought
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.server.anthropic.answers import (
     AnswerBlock,
     AnthropicMessage,

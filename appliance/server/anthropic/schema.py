@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.sampling_params import MAX_STOP_STRINGS
+from appliance.engine.nouns.sampling_params import MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Count, Effort, StopString
 from appliance.server.unsupported import Table, foreign
 

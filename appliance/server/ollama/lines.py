@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.server.chat_logprobs import chat_logprobs
 from appliance.server.frames import Wire
 from appliance.server.ollama.answers import (
@@ -25,7 +25,7 @@ from appliance.server.tools import arguments_of, new_call_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-    from appliance.engine.messages import TokenLogprobs
+    from appliance.engine.nouns.messages import TokenLogprobs
     from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
     from appliance.server.pieces import FinishedChoice

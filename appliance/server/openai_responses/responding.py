@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.dialects import Content
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.server.chat_logprobs import chat_logprobs, tokens_of
 from appliance.server.openai_responses.answers import (
     IncompleteDetails,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from appliance.dialects import Part
-    from appliance.engine.messages import TokenLogprobs
+    from appliance.engine.nouns.messages import TokenLogprobs
     from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
     from appliance.server.model_state import ModelState

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.sampling_params import MAX_LOGPROBS
+from appliance.engine.nouns.sampling_params import MAX_LOGPROBS
 from appliance.server.schema import Count, Effort, ToolGrammar
 from appliance.server.unsupported import NOTHING, Table, foreign
 

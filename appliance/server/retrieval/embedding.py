@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer_size import check_vectors
 from appliance.server.client_gone import unless_disconnected
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from starlette.types import Scope
 
-    from appliance.engine.request import Pooling
+    from appliance.engine.nouns.request import Pooling
     from appliance.retrieval_recipe import EmbeddingRecipe
     from appliance.server.model_state import ModelState
     from appliance.server.schema import TermsFields

@@ -7,7 +7,7 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from appliance.engine.request import FinishReason
+from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError, RequestError
 from appliance.server.answer import describe_outcome
 from appliance.server.metrics import RequestTimer
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-    from appliance.engine.request import Request
+    from appliance.engine.nouns.request import Request
     from appliance.server.model_state import ModelState
 
 WINDOW = 32  # maximum of its requests in the engine at once

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.engine.request import Pooling
+from appliance.engine.nouns.request import Pooling
 from appliance.errors import ChatTemplateError, RequestError
 from appliance.retrieval_recipe import EmbeddingRecipe
 from appliance.server.request_middleware import key_name

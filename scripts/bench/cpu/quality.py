@@ -22,7 +22,7 @@ from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.config import EngineConfig, cache_dir
 from appliance.engine.devices import Precision
-from appliance.engine.execution.choice import choose_execution
+from appliance.engine.load.execution.choice import choose_execution
 from appliance.errors import ModelError
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend
@@ -40,7 +40,7 @@ from bench.lib.conditions import conditions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.engine.execution.execution import Execution
+    from appliance.engine.load.execution.execution import Execution
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.quant.text.held_out import Windows

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.bench.figures import spread
 from appliance.config import EngineConfig, cache_dir
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.hub import resolve_model
 from appliance.quant.formats.scheme import WeightScheme
 from bench.lib.command import parser_of, write_result
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from appliance.engine.engine import LLMEngine
-    from appliance.engine.request import AdapterRef
+    from appliance.engine.nouns.request import AdapterRef
 
 PROMPT_TOKENS = 32
 VOCABULARY = 1000  # tokens that every model has

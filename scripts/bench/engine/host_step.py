@@ -42,10 +42,11 @@ from appliance.bench.figures import percentile
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
-from appliance.engine.messages import EngineInfo
+from appliance.engine.nouns.messages import EngineInfo
+from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.framing import encode_frame
-from appliance.engine.rates import Rates
-from appliance.engine.request import Request
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import stage
 from appliance.engine.run.block_moves import HostMoves
@@ -55,7 +56,6 @@ from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
-from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.speculation.proposal import Proposal
 from appliance.engine.speculation.row_costs import RowCosts
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.device import Event, Graph
-    from appliance.engine.sequence import Sequence
 
 BLOCK_SIZE = 32  # as on CUDA
 VOCABULARY = 4096  # little arithmetic, and about as many different tokens as a long prompt has

@@ -37,7 +37,7 @@ from appliance.config import cache_dir
 from appliance.engine.grammars.compiling import GrammarCompiler
 from appliance.engine.grammars.library import PythonLibrary, open_library
 from appliance.engine.grammars.matchers import num_words
-from appliance.engine.messages import Vocabulary
+from appliance.engine.nouns.messages import Vocabulary
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
 from appliance.grammar.closed import close_objects

@@ -24,8 +24,8 @@ import psutil
 
 from appliance.bench.load import LoadError, fetch
 from appliance.bench.own_server import ServerProcess
-from appliance.engine.links.shared_memory import SharedMemoryLink
-from appliance.engine.links.trial import LARGE
+from appliance.engine.ranks.links.shared_memory import SharedMemoryLink
+from appliance.engine.ranks.links.trial import LARGE
 from appliance.engine.ranks.messages import OpenLink
 from appliance.engine.ranks.probes import try_links
 from appliance.engine.ranks.rank_group import RankGroup

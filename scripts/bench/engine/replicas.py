@@ -23,10 +23,10 @@ from itertools import count
 from typing import Any
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Sampled
-from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter, prompt_hashes
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.plan import Sampled
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.process.replicas.router import ReplicaLoad, ReplicaRouter, prompt_hashes
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions

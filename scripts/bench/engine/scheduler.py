@@ -20,11 +20,11 @@ from typing import Any
 
 from appliance.bench.figures import percentile
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Sampled
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.plan import Sampled
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.sequence import Sequence
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 

@@ -37,9 +37,9 @@ from unittest.mock import patch
 
 from appliance.bench.figures import spread
 from appliance.config import EngineConfig, cache_dir
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.hub import resolve_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.tokenizer import Tokenizer

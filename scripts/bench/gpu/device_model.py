@@ -14,7 +14,7 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
+from appliance.engine.load.loading import load_parts
 from appliance.quant.formats.scheme import WeightScheme
 from bench.gpu.plan import Amount
 from bench.lib.model_shapes import LLAMA_3_8B, TINY_LLAMA

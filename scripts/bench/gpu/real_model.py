@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from gguf_models import gguf_factors, write_gguf_adapter
 from safetensors.torch import load_file, save_file
 
-from appliance.engine.request import AdapterRef
+from appliance.engine.nouns.request import AdapterRef
 from appliance.files import stamp_of
 from appliance.model.adapters.adapter import LowRank
 from appliance.model.adapters.targets import adapter_targets

@@ -6,8 +6,8 @@ import random
 from itertools import count
 from typing import TYPE_CHECKING
 
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from bench.lib.prompts import random_tokens
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ import pytest
 from appliance.engine.blocks.block_fields import unpack
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.moves import BlockCopy
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.moves import BlockCopy
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.events import BlockState
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.moves import BlockCopy
-from appliance.engine.plan import Sampled
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.moves import BlockCopy
+from appliance.engine.nouns.plan import Sampled
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.sequence import Sequence
 
 
 def sequence(*tokens: int, slot: int = 1) -> Sequence:

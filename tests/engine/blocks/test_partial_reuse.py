@@ -11,9 +11,9 @@ from gguf_files import first_layers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 
 Answer = list[tuple[int, float]]  # token and its log-probability
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engine.blocks.prefix_cache import MAX_COMPARED, PrefixCache, _num_common
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 
 
 def sequence_of(tokens: list[int], salt: str = "") -> Sequence:

@@ -10,9 +10,9 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import ConfigError
 
 sealed = pytest.mark.parametrize("kv", ["int4", "k8v4"])

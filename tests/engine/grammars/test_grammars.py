@@ -16,10 +16,10 @@ from llguidance import LLParserLimits
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars import compiling
-from appliance.engine.loading import load_parts
-from appliance.engine.request import FinishReason, Request
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.device import Device
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
 

@@ -14,10 +14,10 @@ from appliance import LLM
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.merge_order import MergeOrder
-from appliance.engine.loading import load_parts
-from appliance.engine.messages import Vocabulary
-from appliance.engine.request import FinishReason, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.messages import Vocabulary
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.grammar import Grammar
 
 NAMES = Grammar.json_schema(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import until
 
-from appliance.engine.messages import Abort, Progress, StepReport
+from appliance.engine.nouns.messages import Abort, Progress, StepReport
 from appliance.engine.process.connection import EngineConnection
 from appliance.engine.process.framing import FrameDecoder, FrameError, encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from appliance.engine.messages import FromEngine
+    from appliance.engine.nouns.messages import FromEngine
 
 STEP = StepReport(started=("a",))
 

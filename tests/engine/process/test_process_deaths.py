@@ -16,13 +16,13 @@ import pytest
 from echo_engine import DIE, idle, request, running, tokens
 from waiting import until
 
-from appliance.engine.messages import Vocabulary
+from appliance.engine.nouns.messages import Vocabulary
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import EngineDiedError, EngineError, EngineUnavailableError, QuarantinedError
 from appliance.grammar import Grammar
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import StepReport
+    from appliance.engine.nouns.messages import StepReport
 
 
 async def test_kill_fails_what_runs_and_serves_what_waits() -> None:

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engine.messages import Abort, Shutdown, Submit, ToEngine
+from appliance.engine.nouns.messages import Abort, Shutdown, Submit, ToEngine
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.framing import (
     MAX_FRAME_BYTES,
     FrameDecoder,
     FrameError,
     encode_frame,
 )
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
 
 MESSAGES: list[ToEngine] = [
     Submit(

@@ -12,7 +12,9 @@ import msgspec
 import pytest
 from waiting import wait_until
 
-from appliance.engine.beacon import MAX_NAMES, Beacon, name_of
+from appliance.engine.nouns.beacon import MAX_NAMES, Beacon, name_of
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.quarantine import SECONDS, Quarantine, mark_of
 from appliance.engine.process.restarts import Deaths, SupervisionLimits
 from appliance.engine.process.watch import (
@@ -23,8 +25,6 @@ from appliance.engine.process.watch import (
     Watch,
     read_signs,
 )
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import QuarantinedError
 
 PATIENCE = 60

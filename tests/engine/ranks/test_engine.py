@@ -27,10 +27,10 @@ from waiting import wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.devices import Precision
-from appliance.engine.execution.choice import choose_execution
-from appliance.engine.links.link import LinkPath, LinkSpeed, LinkTrial
+from appliance.engine.load.execution.choice import choose_execution
+from appliance.engine.nouns.request import AdapterRef
 from appliance.engine.ranks import rank_process, started
-from appliance.engine.request import AdapterRef
+from appliance.engine.ranks.links.link import LinkPath, LinkSpeed, LinkTrial
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat

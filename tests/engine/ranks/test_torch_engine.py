@@ -24,9 +24,9 @@ from replaying import ReplayingSpeculator
 from sure_models import THREE_GROUPS, write_sure_model
 from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
+from appliance.engine.nouns.request import AdapterRef
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.engine.ranks.torch_step import pack, step_tensors
-from appliance.engine.request import AdapterRef
 from appliance.engine.run.host_device import HostDevice
 from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat

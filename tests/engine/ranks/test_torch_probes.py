@@ -12,8 +12,8 @@ import pytest
 from rank_engines import PROMPTS, answers, loaded
 from sure_models import THREE_GROUPS, write_sure_model
 
-from appliance.engine.links.link import LinkPath
 from appliance.engine.ranks import rank_process, torch_probes
+from appliance.engine.ranks.links.link import LinkPath
 from appliance.errors import EngineError
 
 if TYPE_CHECKING:

@@ -4,17 +4,17 @@ from array import array
 
 import torch
 
-from appliance.engine.moves import StateMoves
-from appliance.engine.plan import Plan, ScheduledSequence
-from appliance.engine.request import Request
+from appliance.engine.nouns.moves import StateMoves
+from appliance.engine.nouns.plan import Plan, ScheduledSequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.run.batch import stage
 from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.run.geometry import Geometry, Spare
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.staging import Staging, StepShape, StepTensors
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
 from appliance.kernels.paged_attention.work import NO_TILE
 from appliance.kernels.penalties.cpu import penalize
 from appliance.kernels.ragged import RaggedBatch

@@ -11,8 +11,8 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.limits import LOGIT_ROWS, SAMPLE_ROWS
-from appliance.engine.loading import load_parts
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.limits import LOGIT_ROWS, SAMPLE_ROWS
 from appliance.engine.run import measure
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.largest_step import fixed_bytes, largest_step

@@ -14,13 +14,13 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.limits import SAMPLE_ROWS
-from appliance.engine.loading import load_parts
-from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason, Request
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.limits import SAMPLE_ROWS
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.cuda_graphs import GraphCache, StepSize
 from appliance.engine.run.device import Device
-from appliance.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from plain_sampler import uniform_number
 
-from appliance.engine.plan import Sampled, ScheduledSequence
-from appliance.engine.request import Request
+from appliance.engine.nouns.plan import Sampled, ScheduledSequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
+from appliance.engine.nouns.thought_budget import ThoughtBudget
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.sampler import Sampler, SampleTokens
 from appliance.engine.run.staging import Staging, StepShape
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
-from appliance.engine.thought_budget import ThoughtBudget
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.penalties.cpu import penalize

@@ -17,9 +17,9 @@ from products import exact_products
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 
 Load = Callable[..., LLMEngine]
 SAMPLINGS: list[dict[str, Any]] = [

@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from appliance.engine.plan import ScheduledSequence
-from appliance.engine.request import Request
+from appliance.engine.nouns.plan import ScheduledSequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.seen_tokens import SeenTokens
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
 from appliance.kernels.penalties.rows import IN_PROMPT
 
 VOCAB = 10

@@ -7,7 +7,7 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from appliance.engine.limits import SchedulerLimits
+from appliance.engine.nouns.limits import SchedulerLimits
 from appliance.engine.run.cuda_graphs import (
     MOST_ROWS,
     MOST_VERIFYING,

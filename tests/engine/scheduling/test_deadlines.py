@@ -4,13 +4,13 @@ import pytest
 from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.limits import SchedulerLimits
-from appliance.engine.plan import Sampled
-from appliance.engine.request import MAX_TIMEOUT, FinishReason, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.limits import SchedulerLimits
+from appliance.engine.nouns.plan import Sampled
+from appliance.engine.nouns.request import MAX_TIMEOUT, FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence, SequenceStatus
 from appliance.engine.scheduling.deadlines import Deadlines, was_started, why_refused
 from appliance.engine.scheduling.scheduler import Scheduler
-from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.errors import RequestError
 
 

@@ -10,9 +10,9 @@ import pytest
 from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Plan, Sampled, StepLoad
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.plan import Plan, Sampled, StepLoad
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.scheduling.policy import MAX_OVERTAKEN, STALL_STEPS, TURNS
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 

@@ -9,11 +9,11 @@ import pytest
 from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Plan, Sampled, StepLoad
-from appliance.engine.request import FinishReason, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.plan import Plan, Sampled, StepLoad
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.sequence import Sequence
 
 EOS = 2
 Row = tuple[str, int, int, bool, bool]  # request, first row, rows, samples, follows

@@ -3,12 +3,12 @@ from __future__ import annotations
 from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.moves import BlockCopy
-from appliance.engine.plan import Plan
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.moves import BlockCopy
+from appliance.engine.nouns.plan import Plan
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.plan_builder import PlanBuilder
-from appliance.engine.sequence import Sequence
 from appliance.engine.tiers.host_store import HostBlock
 from appliance.engine.tiers.planned_moves import Arrival
 from appliance.engine.tiers.tiers import Tiers

@@ -4,12 +4,12 @@ import pytest
 from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.limits import Bounds, reason_to_finish
-from appliance.engine.plan import Plan, Sampled
-from appliance.engine.request import FinishReason, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.limits import Bounds, reason_to_finish
+from appliance.engine.nouns.plan import Plan, Sampled
+from appliance.engine.nouns.request import FinishReason, Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence, SequenceStatus
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.errors import ContextLengthError, RequestError
 
 EOS = 2

@@ -12,13 +12,13 @@ from virtual_runner import Clock, VirtualRunner
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.state_slots import StateSlots
-from appliance.engine.limits import SchedulerLimits
-from appliance.engine.plan import ScheduledSequence
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.limits import SchedulerLimits
+from appliance.engine.nouns.plan import ScheduledSequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.checkpoint_rule import chunk_end, gets_checkpoint
 from appliance.engine.scheduling.scheduler import Scheduler
-from appliance.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from appliance.engine.plan import StepLoad
+from appliance.engine.nouns.plan import StepLoad
 from appliance.engine.scheduling.step_budget import StepBudget
 
 MAX_ROWS = 512  # of one step, at most

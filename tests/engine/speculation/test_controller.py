@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from appliance.engine.grammars.matchers import Matchers
-from appliance.engine.plan import StepLoad
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.plan import StepLoad
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.speculation.acceptance import Acceptance
 from appliance.engine.speculation.controller import Controller
 from appliance.engine.speculation.proposal import Chance, Proposal

@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from appliance.config import EngineConfig
-from appliance.engine.memory_request import request_memory
-from appliance.engine.request import Request
+from appliance.engine.load.memory_request import request_memory
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.head_executor import HeadExecutor
 from appliance.engine.run.hidden_rows import kept_bytes
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import CheckpointError, ConfigError, RequestError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library

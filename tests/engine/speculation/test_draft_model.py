@@ -10,9 +10,9 @@ from draft_answers import SIZES, load, requests_of, run
 from drafting import draft_always
 from sure_models import write_sure_model
 
-from appliance.engine.request import Request
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.draft_executor import DraftExecutor
-from appliance.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,9 @@ from recurrent_models import RECURRENT
 from replaying import ReplayingSpeculator
 from sure_models import write_sure_model
 
-from appliance.engine.request import Request
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.cuda_graphs import MOST_ROWS
-from appliance.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,15 +12,15 @@ from recurrent_models import RECURRENT
 from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
-from appliance.engine.admission import total_bytes
-from appliance.engine.draft_source import open_draft
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.memory_plan import plan_memory
-from appliance.engine.memory_request import request_memory
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.workspace import workspace_bytes
+from appliance.engine.load.draft_source import open_draft
+from appliance.engine.load.loading import load_parts
+from appliance.engine.load.memory_request import request_memory
+from appliance.engine.memory.admission import total_bytes
+from appliance.engine.memory.plan import plan_memory
+from appliance.engine.memory.workspace import workspace_bytes
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import ConfigError, MemoryPlanError, RequestError
 from appliance.model.source import open_model
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.sequence import Sequence
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.speculation.suffix import Corpus, SuffixProposer
 from appliance.engine.speculation.token_index import (
     BYTES_PER_TOKEN,

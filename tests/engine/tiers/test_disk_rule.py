@@ -23,9 +23,9 @@ from appliance.cli import app
 from appliance.engine.blocks.block_hashes import block_hash, root_hash
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
-from appliance.engine.rates import Rates
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers import disk_rule, read_ahead
 from appliance.engine.tiers.disk_rule import MIN_TOKENS, ON_DISK

@@ -17,9 +17,9 @@ from waiting import LIMIT, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.tiers import disk_rule, disk_tier, read_ahead
 from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.engine.tiers.disk_store import DiskStore

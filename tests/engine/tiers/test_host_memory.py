@@ -9,9 +9,9 @@ import pytest
 
 from appliance.commands.serve_banner import banner
 from appliance.config import EngineConfig
-from appliance.engine import memory_request
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load_engine import load_llm_engine
+from appliance.engine.load import memory_request
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.errors import MemoryPlanError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.engine.moves import SavedBlock
+from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.tiers.host_store import HostBlock, HostStore
 from appliance.engine.tiers.state_key import block_of, is_state, state_key
 

@@ -11,9 +11,9 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.load.loading import load_parts
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 
 CPU_FORMATS = ["bf16", "fp32", "fp16", "int8", "fp8", "int4-rotated", "int4", "k8v4"]
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_runner import Clock
 
-from appliance.engine.moves import SavedBlock
+from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.tiers.write_behind import BUSY_SHARE, MAX_PENDING, WriteBehind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.engine.moves import BlockSave
+    from appliance.engine.nouns.moves import BlockSave
 
 
 @dataclass

@@ -24,15 +24,15 @@ from triton.runtime.jit import JITFunction
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
-from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.grammars.matchers import Matchers
-from appliance.engine.memory_plan import MemoryRequest
-from appliance.engine.messages import EngineInfo
-from appliance.engine.rates import Rates
-from appliance.engine.request import Request
+from appliance.engine.load.execution.torch_execution import TorchExecution
+from appliance.engine.load.runner_setup import RunnerParts, make_runner, plan_measured
+from appliance.engine.memory.plan import MemoryRequest
+from appliance.engine.nouns.messages import EngineInfo
+from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.kernels_ahead import compile_adapters
-from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
-from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating

@@ -23,15 +23,16 @@ from replaying import Answers, ReplayingSpeculator
 from sure_models import TWO_LAYERS, write_sure_model
 from torch import Tensor
 
-from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
-from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.grammars.matchers import Matchers
-from appliance.engine.messages import EngineInfo
-from appliance.engine.rates import Rates
-from appliance.engine.request import Request
+from appliance.engine.load.execution.torch_execution import TorchExecution
+from appliance.engine.nouns.messages import EngineInfo
+from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.run.adapters.loader import AdapterLoader
 from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
 from appliance.engine.run.geometry import Spare
@@ -39,7 +40,6 @@ from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
-from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.backend import REFERENCE, select_backend

@@ -15,7 +15,7 @@ from encoder_models import BERT, FAMILIES, make, of_one_type, of_transformers, s
 from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
 
-from appliance.engine.beacon import Beacon
+from appliance.engine.nouns.beacon import Beacon
 from appliance.errors import ApplianceError, CheckpointError
 from appliance.files import read_json, write_json
 from appliance.kernels.cpu.engine import NativeEngine

@@ -22,7 +22,7 @@ from encoder_models import (
 from gguf_files import write_gguf_file
 from native_models import LIBRARY
 
-from appliance.engine.request import Pooling
+from appliance.engine.nouns.request import Pooling
 from appliance.errors import ApplianceError
 from appliance.gguf import GGUFFile
 from appliance.kernels.cpu.engine import NativeEngine

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from appliance.cli import app
 from appliance.commands.quality import quality_of
 from appliance.commands.serve_banner import banner
-from appliance.engine.messages import EngineInfo
+from appliance.engine.nouns.messages import EngineInfo
 from appliance.errors import ConfigError, QualityError, QuantizeError
 from appliance.kernels.kv_format import KVFormat
 from appliance.quant.formats.scheme import WeightScheme

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from appliance.checkpoint import SafetensorsFolder
-from appliance.engine.request import Pooling
+from appliance.engine.nouns.request import Pooling
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, QuantizeError
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import PackedWeight

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from waiting import until
 
-from appliance.engine.request import Pooling
+from appliance.engine.nouns.request import Pooling
 from appliance.retrieval_recipe import EmbeddingRecipe, RetrievalRecipe
 from appliance.server.retrieval import readings
 from tests.server.ollama.test_ollama import client_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers_gguf import load_with_transformers
 
+from appliance.engine.nouns.request import Pooling
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.restarts import SupervisionLimits
-from appliance.engine.request import Pooling
 from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
 from appliance.tokenizer import Tokenizer
 

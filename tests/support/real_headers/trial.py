@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
-from appliance.engine.memory_plan import plan_memory
-from appliance.engine.memory_request import request_memory, with_other_cache
+from appliance.engine.load.memory_request import request_memory, with_other_cache
+from appliance.engine.memory.plan import plan_memory
 from appliance.errors import ApplianceError
 from appliance.fit.candidates import candidates
 from appliance.fit.place import ModelPlace

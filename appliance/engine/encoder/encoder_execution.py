@@ -1,0 +1,259 @@
+"""Chooses what executes an encoder, the C library or torch, and counts what it will take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from appliance.engine.devices import Processor, choose_device, native_engine
+from appliance.errors import ConfigError
+from appliance.kernels.arrays import dtype_name, numpy_dtype
+from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
+from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
+from appliance.model.encoder.native_size import (
+    decoder_widths,
+    decoder_workspace_bytes,
+    native_bytes,
+    workspace_bytes,
+)
+from appliance.model.encoder.native_support import why_unsupported
+from appliance.model.encoder.source import EncoderSource
+from appliance.model.narrowed import narrowed
+from appliance.model.native_support import why_unsupported as why_decoder_unsupported
+from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
+from appliance.model.weight_format import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from appliance.config import EngineConfig
+    from appliance.engine.nouns.beacon import Beacon
+    from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.model.encoder.spec import RankingSpec
+    from appliance.model.encoder.texts import Texts
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import ScoreSpec
+
+_STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, heads' output, sum
+
+
+class LoadedEncoder(Protocol):
+    @property
+    def ranking(self) -> RankingSpec | ScoreSpec | None: ...
+    @property
+    def num_token_types(self) -> int: ...
+    @property
+    def weight_format(self) -> str: ...
+
+    def hidden(self, texts: Texts) -> NDArray[np.float32]:
+        """Return the hidden states of all tokens, (num_tokens, hidden_size)."""
+        ...
+
+    def rank(self, chosen: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the head's logit of each pair, (num_pairs,), from (num_pairs, hidden_size)."""
+        ...
+
+
+class EncoderExecution(Protocol):
+    """A way to execute an encoder; it has loaded nothing yet."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> torch.device | Processor: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        """Return the bytes of a step of so many tokens, beside the weights."""
+        ...
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        """Read the weights; layers of later steps are counted on the beacon."""
+        ...
+
+
+def choose_encoder_execution(
+    config: EngineConfig, source: EncoderSource | ModelSource, threads: int
+) -> tuple[EncoderExecution, tuple[str, ...]]:
+    """Choose the fastest execution available, with notes for the user.
+
+    Raises:
+        ConfigError: the settings ask for something that it cannot do.
+    """
+    device = choose_device(config)
+    # Vectors are compared by their last digits, and a small model has the time.
+    name = "float32" if config.dtype == "auto" else config.dtype
+    if device.type == "cpu" and config.kernels == "auto":
+        reason = _why_not_native(config, source)
+    else:
+        reason = f"it goes to {device}, with --kernels {config.kernels}"
+    if reason is None:
+        engine, isa = native_engine(config, threads)
+        dtype = numpy_dtype(name)
+        if isinstance(source, EncoderSource):
+            return _NativeExecution(config, source, engine, isa.name, dtype, threads), ()
+        source = _narrowed(config, source)
+        notes = (*source.notes, *source.weights.notes())
+        return _NativeDecoderExecution(config, source, engine, isa.name, dtype, threads), notes
+    for flag, is_asked in {
+        f"--cpu-isa {config.cpu_isa}": config.cpu_isa != "auto",
+        f"--weight-bits {config.weight_bits}": config.weight_bits is not None,
+    }.items():
+        if is_asked:
+            raise ConfigError(f"{flag} cannot be had: the CPU library does not run it: {reason}")
+    import torch
+
+    torch.set_num_threads(threads)
+    where = torch.device(device.type)
+    on_cpu = (f"torch runs the encoder, not the CPU library: slower: {reason}",)
+    notes = on_cpu if device.type == "cpu" else ()
+    if isinstance(source, EncoderSource):
+        return _TorchExecution(source, where, getattr(torch, name)), notes
+    notes = (*notes, *source.notes)
+    return _TorchDecoderExecution(source, where, getattr(torch, name)), notes
+
+
+def _narrowed(config: EngineConfig, source: ModelSource) -> ModelSource:
+    found = source if config.weight_bits is None else narrowed(source, config.weight_bits)
+    if found is None:
+        raise ConfigError(
+            f"--weight-bits {config.weight_bits}: most weights of {config.model} have no more bits"
+            " already, or their width does not divide by 32; leave it out"
+        )
+    return found
+
+
+def _why_not_native(config: EngineConfig, source: EncoderSource | ModelSource) -> str | None:
+    try:
+        select_isa(load_library(), config.cpu_isa)
+    except LibraryError as error:
+        return str(error)
+    if isinstance(source, EncoderSource):
+        return why_unsupported(source.spec)
+    return why_decoder_unsupported(source)
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeExecution:
+    config: EngineConfig
+    source: EncoderSource
+    engine: NativeEngine
+    isa: str
+    dtype: Any
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"cpu library ({self.isa})"
+
+    @property
+    def device(self) -> Processor:
+        return Processor()
+
+    @property
+    def weight_bytes(self) -> int:
+        return native_bytes(self.source, self.dtype, self.config.weight_bits)
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        most_texts = min(self.config.max_num_seqs, max_tokens)
+        return workspace_bytes(self.source.spec, max_tokens, most_texts, self.threads)
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        self.engine.watch(beacon.address)
+        bits = self.config.weight_bits
+        return load_native_encoder(self.source, self.engine, self.dtype, bits, on_progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeDecoderExecution:
+    config: EngineConfig
+    source: ModelSource
+    engine: NativeEngine
+    isa: str
+    dtype: Any
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"cpu library ({self.isa})"
+
+    @property
+    def device(self) -> Processor:
+        return Processor()
+
+    @property
+    def weight_bytes(self) -> int:
+        return estimate_native_bytes(self.source, self.dtype)
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        most_texts = min(self.config.max_num_seqs, max_tokens)
+        return decoder_workspace_bytes(self.source.spec, max_tokens, most_texts, self.threads)
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        self.engine.watch(beacon.address)
+        return load_native_decoder(self.source, self.engine, self.dtype, on_progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchExecution:
+    source: EncoderSource
+    where: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"torch in {DTYPE_NAMES[dtype_name(self.dtype)]}"
+
+    @property
+    def device(self) -> torch.device | Processor:
+        return self.where if self.where.type == "cuda" else Processor()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.source.num_parameters() * int(self.dtype.itemsize)
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        spec = self.source.spec
+        inner = spec.intermediate_size * (3 if spec.gated else 2)
+        return max_tokens * (_STREAMS * spec.hidden_size + inner) * int(self.dtype.itemsize)
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        from appliance.model.encoder.loader import load_encoder
+
+        return cast(
+            "LoadedEncoder",
+            load_encoder(self.source, self.dtype, self.where, on_progress, beacon.advance),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchDecoderExecution:
+    source: ModelSource
+    where: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"torch in {DTYPE_NAMES[dtype_name(self.dtype)]}"
+
+    @property
+    def device(self) -> torch.device | Processor:
+        return self.where if self.where.type == "cuda" else Processor()
+
+    @property
+    def weight_bytes(self) -> int:
+        return estimate_weight_bytes(self.source, self.where, self.dtype)
+
+    def workspace_bytes(self, max_tokens: int) -> int:
+        width = _STREAMS * self.source.spec.hidden_size + sum(decoder_widths(self.source.spec))
+        return max_tokens * width * int(self.dtype.itemsize)
+
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+        from appliance.model.encoder.decoder_loader import load_decoder_reader
+
+        return load_decoder_reader(self.source, self.dtype, self.where, on_progress, beacon.advance)

@@ -1,0 +1,1 @@
+"""Turns settings into a loaded engine: execution, memory, weights, runner, cache."""

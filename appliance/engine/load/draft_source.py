@@ -1,0 +1,198 @@
+"""Opens the draft model or head, and checks that it can draft for the served model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.config import SELF_DRAFT
+from appliance.engine.load.execution.native_execution import NativeExecution
+from appliance.engine.run.hidden_rows import kept_bytes
+from appliance.engine.speculation.draft_blocks import scratch_blocks
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.cache import bytes_per_token
+from appliance.kernels.kv_format import KVFormat
+from appliance.model.draft_head import HeadSource, open_head
+from appliance.model.eagle_head import open_eagle
+from appliance.model.executor import heads_of
+from appliance.model.narrowed import narrowed
+from appliance.model.native_support import why_unsupported
+from appliance.model.size import estimate_native_bytes
+from appliance.model.source import open_model
+from appliance.wording import counted
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.memory.plan import MemoryRequest
+    from appliance.model.source import ModelSource
+
+MOST_PADDING = 1024  # a head's rows without a token: sizes of one vocabulary differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model that is not loaded yet.
+
+    Attributes:
+        execution: the served model's; both share threads and workspace.
+        most_tokens: the served model's vocabulary size.
+    """
+
+    name: str
+    source: ModelSource
+    execution: NativeExecution
+    most_tokens: int
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """INT8: its loss is tiny, and a draft never decides an answer."""
+        return KVFormat.BF16 if self.source.spec.latent_layers else KVFormat.INT8
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes per token in its cache, all layers."""
+        library = self.execution.engine.library
+        return sum(
+            bytes_per_token(library, self.kv_format, heads, width)
+            for heads, width in heads_of(self.source.spec)
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return estimate_native_bytes(self.source, self.execution.precision.dtype)
+
+    def in_words(self) -> str:
+        """Format name, layers and the bytes of the weights."""
+        layers = counted(len(self.source.spec.layers), "layer")
+        return f"{self.name}: {layers}, {self.weight_bytes / 2**20:,.1f} MiB"
+
+    def num_scratch(self, num_seqs: int) -> int:
+        """Return the scratch blocks of its cache, after the served model's blocks."""
+        return num_seqs * scratch_blocks(self.execution.precision.block_size)
+
+    def added_to(self, request: MemoryRequest) -> MemoryRequest:
+        """Return a memory request that includes the draft model.
+
+        Its keys and values lie beside the served model's, block for block.
+        """
+        scratch = self.num_scratch(request.max_num_seqs) * request.block_size
+        logits = request.max_num_seqs * self.source.spec.vocab_size * 4
+        own = self.weight_bytes + scratch * self.kv_bytes_per_token + logits
+        per_token = request.kv_bytes_per_token + self.kv_bytes_per_token
+        return replace(request, kv_bytes_per_token=per_token, draft_bytes=own)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDraft(DraftSource):
+    """A draft head; may share the served model's embedding and output matrix."""
+
+    head: HeadSource
+
+    @property
+    def weight_bytes(self) -> int:
+        dtype, shared = self.execution.precision.dtype, self.head.shared
+        beside = sum(prod(slot.shape) for slot in self.head.width_slots())
+        layers = estimate_native_bytes(self.source, dtype, lambda slot: slot.role not in shared)
+        return layers + beside * int(dtype.itemsize)
+
+    def in_words(self) -> str:
+        """Describe it and the served model's layers that it reads."""
+        reads = ", ".join(map(str, self.head.reads))
+        before = f", reads the stream before layers {reads} (from 0)" if reads else ""
+        return f"{DraftSource.in_words(self)}{before}"
+
+    def added_to(self, request: MemoryRequest) -> MemoryRequest:
+        """Return a memory request that includes the head and the hidden states that it reads."""
+        found, reads = DraftSource.added_to(self, request), self.head.reads
+        width = max(1, len(reads)) * self.source.spec.hidden_size
+        rows = request.max_num_batched_tokens * width * 4
+        return replace(found, draft_bytes=found.draft_bytes + kept_bytes(reads) + rows)
+
+
+def open_draft(
+    config: EngineConfig, source: ModelSource, execution: Execution
+) -> DraftSource | None:
+    """Open the model or head that `--speculate` names; None if nothing drafts.
+
+    Raises:
+        ConfigError: it cannot draft for this model.
+        CheckpointError: a part is missing or damaged.
+        UnsupportedModelError: no code here supports it.
+    """
+    name, eagle = config.draft_model, config.eagle_head
+    if not name and not eagle and config.speculate != "mtp":
+        return None
+    asked = f"--speculate {f'eagle={Path(eagle).name}' if eagle else config.speculate}"
+    if not isinstance(execution, NativeExecution):
+        raise ConfigError(
+            f"{asked} needs the CPU library, whose answers drafts do not change, and"
+            f" {execution.name} executes this model; use --speculate auto or off"
+        )
+    if not name:
+        return _open_head(asked, source, execution, config)
+    draft = narrowed(source, 4, 4) if name == SELF_DRAFT else open_model(Path(name), in_torch=False)
+    if draft is None:
+        raise ConfigError(
+            f"{asked} drafts with the model itself at 4 bits, and its weights have no more than"
+            " that already; name a smaller model, or use --speculate auto"
+        )
+    _check(asked, draft, source, config)
+    own = "the model itself at 4 bits" if name == SELF_DRAFT else f"the model {Path(name).stem}"
+    return DraftSource(own, draft, execution, source.spec.vocab_size)
+
+
+def _open_head(
+    asked: str, source: ModelSource, execution: NativeExecution, config: EngineConfig
+) -> HeadDraft:
+    if config.is_divided:
+        raise ConfigError(
+            f"{asked}: the head reads hidden states of one process, which --ranks,"
+            " --tensor-parallel, --pipeline-parallel and --gpu-split divide among several; leave"
+            " these out, or use --speculate auto"
+        )
+    most, path = source.spec.vocab_size, Path(config.eagle_head)
+    if not config.eagle_head:
+        head = open_head(source)
+        name = "the checkpoint's head for multi-token prediction"
+        return HeadDraft(name, head.source, execution, most, head)
+    head = open_eagle(path, source)
+    known = head.source.spec.num_embedded
+    if abs(known - most) > MOST_PADDING:
+        raise ConfigError(
+            f"{asked}: the head knows {known:,} tokens, by vocab_size and t2d, and the model"
+            f" {most:,}; take a head that was made for this model"
+        )
+    if reason := why_unsupported(head.source):
+        raise ConfigError(f"{asked}: the CPU library does not run the head: {reason}")
+    return HeadDraft(f"the EAGLE-3 head {path.name}", head.source, execution, most, head)
+
+
+def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineConfig) -> None:
+    context = config.max_model_len or source.spec.context_length
+    if abs(draft.spec.vocab_size - source.spec.vocab_size) > MOST_PADDING:
+        raise ConfigError(
+            f"{asked}: the draft model has {draft.spec.vocab_size:,} tokens and the model"
+            f" {source.spec.vocab_size:,}; a draft model needs the same vocabulary, so take a"
+            " smaller one of the same family"
+        )
+    if draft.spec.context_length < context:
+        raise ConfigError(
+            f"{asked}: the draft model was made for {draft.spec.context_length:,} tokens and a"
+            f" context has {context:,}; take another one, or --max-model-len"
+            f" {draft.spec.context_length}"
+        )
+    if draft.fallback is not None:
+        raise ConfigError(
+            f"{asked}: transformers' modules would execute the draft model, {draft.fallback.name};"
+            " take one of a native family"
+        )
+    if draft.spec.recurrent_layers:
+        raise ConfigError(
+            f"{asked}: the draft model has recurrent layers, whose state cannot go back to before"
+            " a rejected token; take one with attention alone"
+        )
+    if reason := why_unsupported(draft):
+        raise ConfigError(f"{asked}: the CPU library does not run the draft model: {reason}")

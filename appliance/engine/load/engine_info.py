@@ -1,0 +1,116 @@
+"""Describes a loaded engine to clients: settings, sizes, fingerprint, notes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.engine.devices import device_name
+from appliance.engine.load.kv_precision import in_words
+from appliance.engine.nouns.messages import EngineInfo
+from appliance.engine.served_model import fingerprint_of
+from appliance.kernels.arrays import dtype_name
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.load.runner_setup import RunnerParts
+    from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
+    from appliance.engine.run.device import Device
+    from appliance.model.source import ModelSource
+
+
+def describe(
+    config: EngineConfig,
+    source: ModelSource,
+    parts: RunnerParts,
+    plan: MemoryPlan,
+    eos_token_ids: tuple[int, ...],
+    threads: int,
+) -> EngineInfo:
+    """Build the description; the caller adds times, notes and the process's own memory."""
+    execution, weight_format = parts.execution, parts.executor.weight_format
+    precision = execution.precision
+    kv_format, router = in_words(precision), source.spec.router
+    arithmetic = (
+        f"{weight_format} {execution.name} {precision.device} {dtype_name(precision.dtype)} "
+        f"{kv_format} {precision.block_size}"
+    )
+    return EngineInfo(
+        model=Path(config.model).stem,
+        architecture=source.spec.architecture,
+        device=device_name(precision.device, threads),
+        backend=execution.name,
+        weight_format=weight_format,
+        kv_format=kv_format,
+        context_length=plan.context_length,
+        vocab_size=source.spec.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        weight_bytes=parts.executor.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+        workspace_bytes=plan.workspace_bytes,
+        memory_bytes=plan.budget_bytes,
+        load_seconds=0.0,
+        fingerprint=fingerprint_of(Path(config.model), arithmetic),
+        # As `BlockManager` writes them: 1 is a block with an open block.
+        precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
+        kv_host_bytes=plan.kv_host_bytes,
+        state_bytes=plan.states.num_bytes,
+        adapter_bytes=plan.adapter_bytes,
+        num_checkpoints=plan.states.num_checkpoints,
+        num_parameters=source.num_parameters(),
+        hidden_size=source.spec.hidden_size,
+        num_experts=0 if router is None else router.num_experts,
+        experts_per_token=0 if router is None else router.top_k,
+    )
+
+
+def notes_on(
+    source: ModelSource,
+    device: Device,
+    plan: MemoryPlan,
+    request: MemoryRequest,
+    *,
+    is_enqueued: bool,
+) -> tuple[str, ...]:
+    """Return notes for the user on weights, a GPU's missing kernels and memory.
+
+    Args:
+        request: the one that the plan answers.
+        is_enqueued: no layer waits to learn which experts it needs.
+    """
+    on_host = bool(plan.host_experts.layers)
+    split = (_split_note(source, device, plan, request),) if on_host else ()
+    on_device = _torch_notes(source, device, is_enqueued=is_enqueued or on_host)
+    return (*source.notes, *source.weights.notes(), *split, *on_device, *_host_notes(plan))
+
+
+def _split_note(
+    source: ModelSource, device: Device, plan: MemoryPlan, request: MemoryRequest
+) -> str:
+    from appliance.engine.memory.experts.prediction import split_in_words
+
+    name = device_name(device.torch_device, 1)
+    return split_in_words(source, plan, request.kv_bytes_per_token, name)
+
+
+def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> tuple[str, ...]:
+    """Note operations that run on a GPU without their own kernel."""
+    if not device.is_asynchronous or device.torch_device.type != "cuda":
+        return ()
+    if not source.spec.has_experts or is_enqueued:
+        return ()
+    return ("experts run one after another on the GPU, without graphs: slower than can be",)
+
+
+def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
+    """Note a small host memory for evicted blocks."""
+    if not plan.host_is_short:
+        return ()
+    return (
+        f"only {plan.kv_host_bytes / 2**20:,.0f} MiB of host memory are left for sequences that"
+        " have to make room: long ones are computed again; --kv-host-memory says how much,"
+        " --kv-cache-memory or --max-model-len leave more",
+    )

@@ -1,0 +1,258 @@
+"""Chooses the execution: the CPU library, or torch with a backend's kernels."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, cast
+
+from appliance.engine.devices import native_engine
+from appliance.engine.load.execution.native_execution import NativeExecution
+from appliance.engine.ranks.ranks import Ranks
+from appliance.engine.run.adapters.loader import wants_adapters
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
+from appliance.kernels.cpu.structs import Isa
+from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
+from appliance.model.native_support import why_unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+    from appliance.config import EngineConfig
+    from appliance.engine.devices import Precision
+    from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.load.execution.torch_execution import TorchExecution
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+SCALAR_NOTE = (
+    "this CPU has none of the vector instructions that the CPU library is written for (AVX2 or "
+    "later): it runs its plain C code, which is many times slower"
+)
+# The library sums in one order for any batch; torch's products have no fixed order.
+TORCH_NOTE = (
+    "torch executes the model, not the CPU library: slower, with dense weights, and a seeded "
+    "answer may change with what else is in the batch"
+)
+# Attention and matrices are ours; transformers has the rest.
+FALLBACK_NOTE = (
+    "transformers' modules execute {}, of which no family here is: slower than a native family, "
+    "without adapters, draft models and --ranks"
+)
+# As `FALLBACK_NOTE`, of classes that mix positions in a way of their own.
+OWN_CACHES_NOTE = (
+    "transformers' modules execute {}, each sequence with a cache of its own class, one sequence"
+    " after the other: many at once are no faster than one, and there are no prefix cache, drafts,"
+    " adapters, quantized KV or --ranks. The engine's own cache cannot be had: {}"
+)
+_NO_LIMIT_NOTE = (
+    "config.json names no longest context: {:,} tokens are allowed; --max-model-len allows less"
+)
+
+
+def choose_execution(
+    config: EngineConfig, precision: Precision, source: ModelSource, threads: int
+) -> tuple[Execution, tuple[str, ...]]:
+    """Choose the fastest execution available.
+
+    Returns:
+        The execution, and notes for the user.
+
+    Raises:
+        ConfigError: the execution does not support a setting.
+    """
+    notes: list[str] = []
+    _check_ranks(config, precision, source)
+    ranks = None
+    if source.fallback is None:
+        ranks = Ranks.of(config, source, precision, threads)
+    num_layers = len(source.spec.cache_layers)
+    _check_block_size(precision, num_layers)
+    _check_latents(source.spec, precision)
+    if source.fallback is not None:
+        return choose_fallback(config, precision, source, threads)
+    if precision.device.type == "cpu" and config.kernels == "auto":
+        reason = why_not_native(config, source)
+        if reason is None:
+            engine, isa = native_engine(config, threads if ranks is None else ranks.threads[0])
+            if isa is Isa.SCALAR and config.cpu_isa == "auto":
+                logger.warning("%s", SCALAR_NOTE)
+                notes.append(SCALAR_NOTE)
+            return NativeExecution(precision, engine, isa.name, ranks), tuple(notes)
+        if config.cpu_isa != "auto":
+            raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
+        logger.warning("%s: %s", TORCH_NOTE, reason)
+        notes.append(f"{TORCH_NOTE}: {reason}")
+    elif precision.device.type == "cpu":
+        notes.append(TORCH_NOTE)
+    return _torch_execution(config, precision, source, ranks), tuple(notes)
+
+
+def choose_fallback(
+    config: EngineConfig, precision: Precision, source: ModelSource, threads: int
+) -> tuple[Execution, tuple[str, ...]]:
+    """Choose the source of linears and attention for transformers' modules."""
+    from appliance.engine.load.execution.fallback_execution import FallbackExecution
+
+    assert source.fallback is not None
+    if wants_adapters(config):
+        raise ConfigError(
+            f"{source.fallback.name} is executed by transformers' modules, to which no adapter is "
+            "added; leave out --lora and --lora-dir, or merge the adapter into the model"
+        )
+    own = source.spec.own_cache
+    notes = [FALLBACK_NOTE.format(source.fallback.name)]
+    if own is not None:
+        notes = [OWN_CACHES_NOTE.format(source.fallback.name, own.reason)]
+        if not own.has_limit:
+            notes.append(_NO_LIMIT_NOTE.format(source.spec.context_length))
+    inner: NativeExecution | TorchExecution
+    reason = why_no_library(config, source)
+    if precision.device.type == "cpu" and config.kernels == "auto" and reason is None:
+        engine, isa = native_engine(config, threads)
+        inner = NativeExecution(precision, engine, isa.name)
+    else:
+        without = reason or f"it goes to {precision.device}, with --kernels {config.kernels}"
+        if config.cpu_isa != "auto":
+            raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {without}")
+        if precision.device.type == "cpu":
+            notes.append(f"{TORCH_NOTE}: {without}")
+        inner = _torch_execution(config, precision, source)
+    return FallbackExecution(inner), tuple(notes)
+
+
+def _torch_execution(
+    config: EngineConfig, precision: Precision, source: ModelSource, ranks: Ranks | None = None
+) -> TorchExecution:
+    num_layers = len(source.spec.cache_layers)
+    on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
+    if on_pages and precision.block_size != PAGE_TOKENS:
+        raise ConfigError(
+            f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
+            f"the model, not {precision.block_size}; leave --block-size out"
+        )
+    from appliance.engine.devices import backend_of
+    from appliance.engine.load.execution.torch_execution import TorchExecution
+
+    backend = backend_of(config, cast("torch.device", precision.device))
+    if backend.name == "triton":
+        for spec in [source.spec] if ranks is None else ranks.division.cached(source.spec):
+            _check_kernels(spec, precision)
+    return TorchExecution(precision, backend, ranks=ranks)
+
+
+def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
+    """Refuse several ranks if only one process can execute the model."""
+    size, asked = config.num_ranks, config.ranks_setting
+    if size == 1:
+        return
+    if len(config.ranks_settings) > 1:
+        if config.ranks > 1:
+            size = max(config.ranks, config.tensor_parallel, config.pipeline_parallel)
+        raise ConfigError(
+            f"{' and '.join(config.ranks_settings)} exclude one another: a rank has a share of each"
+            f" layer or whole layers; use --tensor-parallel {size} or --pipeline-parallel {size},"
+            f" or --ranks {size}, which chooses between them"
+        )
+    setting = asked.split()[0]
+    if precision.device.type == "cuda":
+        import torch
+
+        count = torch.cuda.device_count()
+        if size > count:
+            raise ConfigError(
+                f"{asked} needs as many GPUs, and PyTorch sees {count}; use"
+                f" {setting} 1, or --device cpu"
+            )
+    if source.fallback is not None:
+        raise ConfigError(
+            f"{asked} divides models of a family here, and transformers' modules execute"
+            f" {source.fallback.name}; use {setting} 1"
+        )
+    without = _why_torch(config, precision, source)
+    if without and config.pipeline_parallel > 1:
+        raise ConfigError(f"{asked} needs the CPU library: {without}; use {setting} 1")
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError(f"{asked} needs Linux; use {setting} 1")
+
+
+def _why_torch(config: EngineConfig, precision: Precision, source: ModelSource) -> str | None:
+    """Say why torch executes the ranks; None if the CPU library does."""
+    if precision.device.type == "cuda":
+        return "the model goes to GPUs"
+    if config.kernels != "auto":
+        return f"--kernels {config.kernels} does without"
+    return why_not_native(config, source)
+
+
+def _check_block_size(precision: Precision, num_layers: int) -> None:
+    if precision.is_sealed(num_layers) and precision.block_size != PAGE_TOKENS:
+        raise ConfigError(
+            f"{precision.kv_format.value} KV blocks share scales between {PAGE_TOKENS} tokens, so "
+            f"--block-size {precision.block_size} cannot be; leave it out"
+        )
+
+
+def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
+    """Refuse KV formats that would change latents."""
+    formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
+    for index in spec.latent_layers:
+        format = formats[places[index]].format
+        if not format.has_elements:
+            held = ", ".join(form.value for form in KVFormat if form.has_elements)
+            raise ConfigError(
+                f"layer {index} caches latents, which {format.value} blocks do not hold; choose "
+                f"--kv-cache-dtype among {held}"
+            )
+
+
+def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
+    """Return why the CPU library cannot execute a model here; None if it can."""
+    if source.fallback is not None:
+        return f"transformers executes {source.fallback.name}, of which no family here is"
+    return why_no_library(config, source)
+
+
+def why_no_library(config: EngineConfig, source: ModelSource) -> str | None:
+    """Return why the CPU library cannot hold a model's weights and cache; None if it can."""
+    if config.block_size is not None and config.block_size % 16:
+        return f"its blocks hold a multiple of 16 tokens, not {config.block_size}"
+    try:
+        select_isa(load_library(), config.cpu_isa)
+    except LibraryError as error:
+        return str(error)
+    return why_unsupported(source)
+
+
+def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
+    from appliance.kernels.latent_attention.launch import check_latents
+    from appliance.kernels.norm_rope.launch import check_supported as check_norm
+    from appliance.kernels.paged_attention.launch import check_supported
+    from appliance.kernels.sampling.launch import check_vocabulary
+
+    check_norm(spec.hidden_size, precision.dtype)
+    check_vocabulary(spec.vocab_size)
+    formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
+    for index, attention in spec.attention_layers.items():
+        check_supported(
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            precision.block_size,
+            precision.dtype,
+            formats[places[index]].format,
+            layer=index,
+        )
+    for index, mixer in spec.latent_layers.items():
+        check_latents(
+            mixer.latent,
+            mixer.rope_dim,
+            precision.block_size,
+            precision.dtype,
+            formats[places[index]].format,
+            layer=index,
+        )

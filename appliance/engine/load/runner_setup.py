@@ -1,0 +1,250 @@
+"""Builds a runner for a loaded model: measures steps, divides memory, allocates."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from appliance.engine.memory.plan import plan_memory
+from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
+from appliance.engine.ranks.ranked_decoder import RankedDecoder
+from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
+from appliance.engine.run.geometry import Spare
+from appliance.engine.run.grammar_masks import GrammarMasks
+from appliance.engine.run.largest_step import fixed_bytes, largest_step
+from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.prompt_reader import PromptReader
+from appliance.engine.run.sampler import Sampler
+from appliance.engine.run.state_rows import OwnCacheRows, StateRows
+from appliance.errors import ConfigError, MemoryPlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from appliance.engine.grammars.matchers import Matchers
+    from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
+    from appliance.engine.nouns.limits import SchedulerLimits
+    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.run.block_moves import BlockMoves
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.hidden_rows import HiddenRows
+    from appliance.engine.run.measure import StepMemory
+    from appliance.engine.run.sampler import SampleTokens
+    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.executor import Cache, Executor
+    from appliance.model.fallback.own_cache import OwnCaches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """A loaded model, its device and the limits of its steps."""
+
+    execution: Execution
+    executor: Executor[Any]
+    device: Device
+    limits: SchedulerLimits
+    sample_tokens: SampleTokens
+    num_open: int  # open blocks; 0 without sealed layers
+    # Steps may be captured. Then the cache has one block, and one open block, more than planned,
+    # for padding rows.
+    with_graphs: bool
+
+    @property
+    def kv_layers(self) -> Sequence[LayerPrecision]:
+        return self.execution.precision.kv_of(len(self.executor.spec.cache_layers))
+
+
+def plan_measured(
+    parts: RunnerParts, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
+) -> tuple[MemoryPlan, int]:
+    """Run the largest steps on an asynchronous device, and divide the rest of memory.
+
+    Returns:
+        The plan, and the memory limit of graphs in bytes.
+
+    Raises:
+        ConfigError: the kernels cannot be built on this machine.
+        MemoryPlanError: the measured model does not fit.
+    """
+    from appliance.engine.run.kernels_ahead import compile_kernels
+    from appliance.engine.run.measure import graph_allowance, measure_workspace
+    from appliance.model.decoder import Decoder
+
+    executor, device, limits = parts.executor, parts.device, parts.limits
+    ranked = executor if isinstance(executor, RankedDecoder) else None
+    own = executor if ranked is None else ranked.own
+    weight_bytes = max(own.weight_bytes, device.begin_peak())
+
+    def first_steps(executor: Executor[Any], kv_layers: Sequence[LayerPrecision]) -> StepMemory:
+        return measure_workspace(
+            executor,
+            parts.sample_tokens,
+            parts.execution.penalize,
+            parts.execution.mask_tokens,
+            parts.execution.score_tokens,
+            device,
+            limits,
+            kv_layers=kv_layers,
+            block_size=request.block_size,
+        )
+
+    gathers = parts.execution.uses_triton and ranked is None
+    with _refusals(limits):
+        if parts.execution.uses_triton and isinstance(executor, Decoder):
+            compile_kernels(executor, parts.kv_layers, first_steps, on_progress)
+        taken = first_steps(executor, parts.kv_layers)
+    logger.info("the largest step takes %.0f MiB at its peak", taken.largest / 2**20)
+    graph_bytes = graph_allowance(request.budget_bytes, taken.captured) if parts.with_graphs else 0
+    state_bytes = request.state_bytes
+    largest = largest_step(
+        limits,
+        request.block_size,
+        is_sealed=parts.num_open > 0,
+        is_recurrent=state_bytes > 0,
+    )
+    block_bytes = request.kv_bytes_per_token * request.block_size
+    open_bytes = request.open_bytes // parts.num_open if parts.num_open else 0
+    workspace = (
+        taken.largest
+        + device.overhead()
+        + fixed_bytes(largest, executor.spec.vocab_size)
+        + graph_bytes
+        + (staging_bytes(block_bytes, open_bytes) if gathers else 0)
+        + (block_bytes + open_bytes + state_bytes if parts.with_graphs else 0)
+    )
+    request = replace(
+        request,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace,
+        max_model_len=limits.context_length,
+    )
+    if ranked is None or device.torch_device.type == "cpu":
+        return plan_memory(request), graph_bytes
+    requests = _of_ranks(parts, ranked, request)
+    return min(map(plan_memory, requests), key=lambda plan: plan.num_blocks), graph_bytes
+
+
+def _of_ranks(
+    parts: RunnerParts, ranked: RankedDecoder, request: MemoryRequest
+) -> list[MemoryRequest]:
+    """Return each GPU's request; all take the workspace that rank 0's has been seen to take."""
+    from appliance.engine.load.execution.torch_execution import TorchExecution
+
+    execution = parts.execution
+    assert isinstance(execution, TorchExecution)
+    specs = [part.spec for part in ranked.division.parts]
+    held = [(request.weight_bytes, request.budget_bytes)]
+    joined = zip(ranked.link.group.joined, ranked.started.facts[1:], strict=True)
+    held += [(one.weight_bytes, facts.memory_bytes or 0) for one, facts in joined]
+    return [
+        replace(
+            request,
+            weight_bytes=weight_bytes,
+            budget_bytes=budget_bytes,
+            kv_bytes_per_token=execution.kv_bytes_of(spec),
+            open_bytes=parts.num_open * execution.open_bytes_of(spec),
+            state_bytes=spec.state_bytes,
+        )
+        for spec, (weight_bytes, budget_bytes) in zip(specs, held, strict=True)
+    ]
+
+
+def make_runner(
+    parts: RunnerParts,
+    plan: MemoryPlan,
+    graph_bytes: int,
+    eos_token_ids: tuple[int, ...],
+    rates: Rates,
+    matchers: Matchers,
+    adapters: AdapterSlots | None = None,
+    kept: HiddenRows | None = None,
+) -> tuple[ModelRunner[Any], BlockMoves, StateRows | OwnCacheRows | None]:
+    """Allocate the cache; build the runner and the movers of blocks and states."""
+    num_open, memory = parts.num_open, plan.states
+    num_states = memory.num_slots + memory.num_checkpoints
+    cache = parts.executor.allocate_cache(
+        parts.kv_layers,
+        num_blocks=plan.num_blocks + parts.with_graphs,
+        block_size=plan.block_size,
+        num_open=num_open + 1 if num_open and parts.with_graphs else num_open,
+        num_states=num_states + 1 if num_states and parts.with_graphs else num_states,
+    )
+    states: StateRows | OwnCacheRows | None = None
+    if parts.executor.spec.own_cache is not None:
+        states = OwnCacheRows(cast("OwnCaches", cache), memory.row_bytes)
+    elif num_states:
+        states = _state_rows(cache, parts.device, rates)
+    moves: BlockMoves = HostMoves(cache, rates)
+    if parts.execution.uses_triton and not isinstance(cache, RankedCache):
+        moves = _device_moves(cache, parts.device, rates)
+    sampler = Sampler(
+        eos_token_ids,
+        parts.sample_tokens,
+        parts.execution.penalize,
+        parts.device,
+        num_slots=parts.limits.max_num_seqs,
+        vocab_size=parts.executor.spec.vocab_size,
+        grammars=GrammarMasks(matchers, parts.execution.mask_tokens, parts.device),
+    )
+    runner = ModelRunner(
+        parts.executor,
+        cache,
+        sampler,
+        parts.device,
+        parts.limits,
+        moves,
+        PromptReader(parts.executor, parts.execution.score_tokens, parts.device),
+        spare=Spare(plan.num_blocks, num_open or None, num_states or None)
+        if parts.with_graphs
+        else None,
+        is_sealed=num_open > 0,
+        states=states,
+        adapters=adapters,
+        kept=kept,
+        graph_bytes=graph_bytes,
+    )
+    return runner, moves, states
+
+
+def _state_rows(cache: Cache, device: Device, rates: Rates) -> StateRows:
+    if isinstance(cache, RankedCache):
+        return RankedStateRows(cache, device, rates)
+    return StateRows(cache.states, device, rates)
+
+
+def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
+    from appliance.kernels.block_copy.launch import BlockMover
+    from appliance.kernels.decoder_cache import split_sealed
+
+    layers, opened = split_sealed(cache.layers)
+    open_mover = BlockMover(opened) if opened else None
+    return DeviceMoves(BlockMover(layers), device, rates, open_mover)
+
+
+@contextmanager
+def _refusals(limits: SchedulerLimits) -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryPlanError(
+            f"this does not fit: beside the weights there is no memory for a step of"
+            f" {limits.max_num_batched_tokens:,} rows and {limits.max_num_seqs} sequences; ask for"
+            f" less with --max-num-batched-tokens, --max-num-seqs or --max-model-len ({error})"
+        ) from error
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        is_compiler = isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error)
+        if not is_compiler:
+            raise
+        raise ConfigError(
+            f"Triton cannot build what launches kernels on the GPU: {error}; install a C compiler"
+            " and Python's header files (on Debian and Ubuntu gcc and python3-dev)"
+        ) from error

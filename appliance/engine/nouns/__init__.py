@@ -1,0 +1,1 @@
+"""Requests, sequences, plans and messages: the plain data that flows through the engine."""

@@ -1,0 +1,203 @@
+"""Holds requests until their adapter is in a slot, and reads the next adapter.
+
+A request keeps its slot until its end. No request overtakes one that has waited long, so slots
+become free.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.nouns.messages import AdapterAnswer, SequenceDelta
+from appliance.engine.nouns.request import FinishReason
+from appliance.engine.run.adapters.residents import Residents, key_of
+from appliance.engine.scheduling.deadlines import why_refused
+from appliance.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from appliance.engine.nouns.request import AdapterRef, Request
+    from appliance.engine.run.adapters.loader import AdapterLoader, LoadedAdapter
+
+PATIENCE = 1.0  # seconds for which a request lets later ones overtake it
+_WAIT_SECONDS = 0.01  # between checks for other events
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    request: Request
+    since: float
+
+
+class AdapterPool:
+    """Adapters in slots, and the requests that wait for one.
+
+    Args:
+        loader: reads adapters, and has the executor's slots.
+        live: returns the ids of the open requests.
+    """
+
+    def __init__(
+        self,
+        loader: AdapterLoader,
+        live: Callable[[], set[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loader = loader
+        self._clock = clock
+        self._residents = Residents(loader.slots, loader.count, live)
+        self._held: list[_Held] = []
+        self._wished: list[AdapterRef] = []  # requested by an administrator
+        self._loading: tuple[AdapterRef, Future[LoadedAdapter]] | None = None
+        self._answers: list[AdapterAnswer] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._held or self._loading or self._wished or self._answers)
+
+    def take(self, request: Request) -> Request | None:
+        """Return a request with its slot filled in; None if it has to wait here."""
+        assert request.adapter is not None
+        if not self._residents.serves(request.adapter) or self._is_barred(self._clock()):
+            self._held.append(_Held(request, self._clock()))
+            return None
+        return self._residents.use(request)
+
+    def abandon(self, request_id: str) -> bool:
+        """Forget a waiting request; return False if it is not here."""
+        before = len(self._held)
+        self._held = [one for one in self._held if one.request.request_id != request_id]
+        return len(self._held) < before
+
+    def install(self, ref: AdapterRef) -> None:
+        """Read an adapter before the first request, and put it into a free slot, if any."""
+        loaded = self._loader.load(ref)
+        if self._residents.has_free_slot:
+            self._residents.put(ref, loaded)
+
+    def wish(self, ref: AdapterRef) -> None:
+        """Load an adapter for an administrator; `take_answers` has the result."""
+        self._wished.append(ref)
+
+    def unload(self, ref: AdapterRef) -> None:
+        """Empty an adapter's slot once no request uses it."""
+        self._residents.unload(ref)
+
+    def start(self, now: float) -> tuple[list[Request], list[SequenceDelta]]:
+        """Release requests whose adapter is in a slot, and begin to load the next one.
+
+        Returns:
+            Requests for the scheduler, and the final deltas of refused ones.
+        """
+        ends = self._finish_loading()
+        self._answer_wishes()
+        self._residents.drop_unwanted()
+        self._begin_loading()  # before requests leave, as they are not live yet
+        ends += [self._late(one, now) for one in self._held if _is_late(one, now)]
+        self._held = [one for one in self._held if not _is_late(one, now)]
+        ready: list[Request] = []
+        for one in list(self._held):
+            assert one.request.adapter is not None
+            if self._residents.serves(one.request.adapter):
+                self._held.remove(one)
+                ready.append(self._residents.use(one.request))
+            elif now - one.since > PATIENCE:
+                break
+        return ready, ends
+
+    def idle(self) -> bool:
+        """Wait briefly for the adapter being read; return False if there is none."""
+        if self._loading is None:
+            return False
+        wait([self._loading[1]], _WAIT_SECONDS)
+        return True
+
+    def take_answers(self) -> tuple[AdapterAnswer, ...]:
+        answers, self._answers = tuple(self._answers), []
+        return answers
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def _is_barred(self, now: float) -> bool:
+        return bool(self._held) and now - self._held[0].since > PATIENCE
+
+    def _begin_loading(self) -> None:
+        """Read the next wanted adapter if a slot is free or can be emptied."""
+        if self._loading is not None:
+            return
+        can_be_put = self._residents.has_room
+        wanted = [*self._wished, *(one.request.adapter for one in self._held)]
+        for ref in wanted:
+            if ref is None or key_of(ref) in self._residents:
+                continue
+            if can_be_put or ref in self._wished:
+                self._loading = ref, self._loader.begin(ref)
+            return
+
+    def _finish_loading(self) -> list[SequenceDelta]:
+        """Put a read adapter into a slot; return the final deltas of requests that it failed."""
+        if self._loading is None or not self._loading[1].done():
+            return []
+        ref, future = self._loading
+        failure = future.exception()
+        if failure is None and self._residents.has_room:
+            self._residents.put(ref, future.result())
+            self._loading = None
+            return []
+        if failure is None:  # no free slot: answer that it is valid
+            self._answer_wishes(ref)
+            if not any(_same(one.request, ref) for one in self._held):
+                self._loading = None
+            return []
+        self._loading = None
+        if not isinstance(failure, AdapterError | MemoryError):
+            raise failure
+        error = str(failure) or "the system has no memory for this adapter"
+        self._answer_wishes(ref, error)
+        failed = [one for one in self._held if _same(one.request, ref)]
+        self._held = [one for one in self._held if one not in failed]
+        return [_end(one.request, error, refused=True) for one in failed]
+
+    def _answer_wishes(self, sound: AdapterRef | None = None, error: str = "") -> None:
+        """Answer administrators for adapters in slots, and for one just read."""
+        for ref in list(self._wished):
+            if key_of(ref) in self._residents or (
+                sound is not None and key_of(ref) == key_of(sound)
+            ):
+                self._wished.remove(ref)
+                self._answers.append(AdapterAnswer(ref, error))
+
+    @staticmethod
+    def _late(held: _Held, now: float) -> SequenceDelta:
+        return _end(held.request, why_refused(held.request, now - held.since), expired=True)
+
+
+def _same(request: Request, ref: AdapterRef) -> bool:
+    return request.adapter is not None and key_of(request.adapter) == key_of(ref)
+
+
+def _is_late(held: _Held, now: float) -> bool:
+    limits = (held.request.timeout, held.request.max_queue_seconds)
+    return any(limit is not None and now - held.since > limit for limit in limits)
+
+
+def _end(
+    request: Request, error: str, *, refused: bool = False, expired: bool = False
+) -> SequenceDelta:
+    return SequenceDelta(
+        request_id=request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error=error,
+        refused=refused,
+        expired=expired,
+    )

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from appliance.config import EngineConfig
+from appliance.engine.devices import Precision
+from appliance.engine.load.execution.choice import SCALAR_NOTE, TORCH_NOTE, choose_execution
+from appliance.engine.load.execution.native_execution import NativeExecution
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.library import load_library
+from appliance.kernels.cpu.structs import Isa
+from appliance.kernels.kv_format import KVFormat
+from appliance.model.source import open_model
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "device", "kernels", "said"),
+    [
+        (KVFormat.INT4_SEALED, "cpu", "auto", "--block-size 16 cannot be; leave it out"),
+        (KVFormat.FP8, "cpu", "torch", "hold 32 tokens where torch executes the model, not 16"),
+    ],
+)
+def test_a_format_that_cannot_be_served_is_refused_before_loading(
+    tiny_llama: Path, kv_format: KVFormat, device: str, kernels: str, said: str
+) -> None:
+    config = EngineConfig(kv_cache_dtype=kv_format.value, kernels=kernels)
+    precision = Precision(torch.device(device), torch.bfloat16, kv_format, 16)
+    with pytest.raises(ConfigError, match=said):
+        choose_execution(config, precision, open_model(tiny_llama), 1)
+
+
+CPU_BF16 = Precision(torch.device("cpu"), torch.bfloat16, KVFormat.BF16, 16)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [item.getMessage() for item in caplog.records if item.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("settings", "note", "warned"),
+    [
+        ({"kernels": "torch"}, TORCH_NOTE, 0),
+        ({"kernels": "reference"}, TORCH_NOTE, 0),
+        ({"block_size": 8}, f"{TORCH_NOTE}: its blocks hold a multiple of 16 tokens, not 8", 1),
+    ],
+)
+def test_whoever_is_served_by_torch_is_told_what_that_means(
+    tiny_llama: Path,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    note: str,
+    warned: int,
+) -> None:
+    _, notes = choose_execution(EngineConfig(**settings), CPU_BF16, open_model(tiny_llama), 1)
+    assert notes == (note,)
+    assert warnings(caplog) == [note] * warned
+
+
+@pytest.mark.parametrize(("choice", "told"), [("auto", 1), ("scalar", 0)])
+def test_a_cpu_without_vector_instructions_is_told_once_that_it_is_slow(
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    choice: str,
+    told: int,
+) -> None:
+    library = load_library()
+    before = library.ap_current_isa()
+    monkeypatch.setattr(library, "ap_isa_supported", lambda isa: isa == Isa.SCALAR)
+    try:
+        execution, notes = choose_execution(
+            EngineConfig(cpu_isa=choice), CPU_BF16, open_model(tiny_llama), 1
+        )
+    finally:
+        library.ap_use_isa(before)
+    assert isinstance(execution, NativeExecution)
+    assert execution.isa == "SCALAR"
+    assert list(notes) == warnings(caplog) == [SCALAR_NOTE] * told
