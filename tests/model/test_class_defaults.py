@@ -21,12 +21,12 @@ from dense_models import DENSE
 from expert_models import EXPERTS
 from random_changes import Judge, random_changes
 from recurrent_models import RECURRENT
-from relatives import RELATIVES
+from relatives import FOLDERS, RELATIVES
 from teacher_forcing import logits_of
 
 from appliance.errors import ApplianceError
 from appliance.kernels.backend import REFERENCE
-from appliance.model.families.registry import FAMILIES
+from appliance.model.families.registry import CLASSES_OF_TYPES, FAMILIES
 from appliance.model.families.standard import OLD_LAYER_KINDS
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
@@ -49,6 +49,22 @@ def test_every_family_is_in_the_table() -> None:
     } & known.keys() == set()
 
 
+def test_types_whose_class_is_that_of_a_family_are_known() -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    ours = {name for family in FAMILIES for name in family.architectures}
+    configs = transformers.CONFIG_MAPPING
+    texts = {kind for kind in configs if "text_config" in configs[kind].sub_configs}
+    assert {
+        kind: name
+        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if name in ours
+        and kind not in texts
+        and getattr(transformers, name).config_class is not configs[kind]
+    } == CLASSES_OF_TYPES
+
+
 def test_old_names_of_layers_are_those_that_transformers_reads() -> None:
     from transformers.configuration_utils import remap_legacy_layer_types
 
@@ -56,7 +72,7 @@ def test_old_names_of_layers_are_those_that_transformers_reads() -> None:
     assert remap_legacy_layer_types(old) == [OLD_LAYER_KINDS[name] for name in old]
 
 
-ALL = DENSE | EXPERTS | RECURRENT | CENTERED | RELATIVES
+ALL = DENSE | EXPERTS | RECURRENT | CENTERED | RELATIVES | FOLDERS
 # A model of each family and of its variants, with settings that are not those of its class.
 MODELS = (
     *("llama-yarn-scaled", "mistral-window", "ministral3", "qwen2-window", "qwen3-window-bias"),
@@ -64,7 +80,7 @@ MODELS = (
     *(EXPERTS.keys() - {"qwen3_moe-one", "deepseek_v2", "gemma4", "step3p7"}),
     *(RECURRENT.keys() - {"lfm2-bias", "granite4-dense"}),
     *("opt", "falcon", "falcon-new", "falcon-in-turn", "phi", "gpt_neox"),
-    *RELATIVES,
+    *("internlm3", *RELATIVES),
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 WIDE = {"hidden_size": 96}

@@ -108,7 +108,7 @@ def test_settings_that_configs_leave_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "'ntk'"),
         ({"rope_parameters": {"rope_type": "axial"}}, "'axial'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"head_dim": 15}, "15 elements"),

@@ -19,13 +19,16 @@ from typing import Any
 
 from appliance.model.encoder.families import ENCODERS
 from appliance.model.families import class_defaults
-from appliance.model.families.registry import FAMILIES, TWO_WAY_RELATIVES
+from appliance.model.families.registry import CLASSES_OF_TYPES, FAMILIES, TWO_WAY_RELATIVES
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 TABLE = Path(class_defaults.__file__).with_name("class_defaults.json")
 # Text parts of larger models, and variants, that a family reads under a class of their own.
 _MAKERS_OWN = {"exaone4_5_text", "kimi_k2"}  # transformers has no classes of these names
-OTHER_TYPES = ("granitemoeshared", *sorted(FAMILIES_OF_TEXTS.keys() - _MAKERS_OWN))
+OTHER_TYPES = (
+    "granitemoeshared",
+    *sorted((FAMILIES_OF_TEXTS.keys() - _MAKERS_OWN) | CLASSES_OF_TYPES.keys()),
+)
 _PROBES: tuple[Any, ...] = (7, 0.125, True, False, "silu", [0], [0.0, 5.0])
 _UNKNOWN = object()
 _TYPED: dict[str, Any] = {"list": None, "dict": None, "float": 2.5, "int": 3, "bool": True}

@@ -116,6 +116,15 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Llama's class with settings of its own; RoPE that would grow behind its context.
+    "internlm3": (
+        "internlm3",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 6.0},
+        },
+    ),
     "cohere-bias": ("cohere", {"attention_bias": True, "logit_scale": 0.5}),
     "cohere2-full": (
         "cohere2",

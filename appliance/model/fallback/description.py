@@ -25,6 +25,7 @@ from appliance.model.fallback.measure import measured
 from appliance.model.fallback.probe import ProbeResult, probe
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
+from appliance.model.families.registry import CLASSES_OF_TYPES
 from appliance.model.families.text_parts import SECTIONS
 from appliance.model.names import TensorNames
 from appliance.model.spec import DecoderSpec, LayerSpec, MLPSpec, NormSpec
@@ -106,11 +107,13 @@ def class_of(config: Mapping[str, Any], *, is_part: bool = False) -> str | None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    named = config.get("architectures")
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
-    if not isinstance(found, str) or is_part or not named:
+    named, kind = config.get("architectures"), str(config.get("model_type"))
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if not isinstance(found, str) or is_part or not named or kind in CLASSES_OF_TYPES:
         return found if isinstance(found, str) else None
-    return found if isinstance(named, list) and found in named else None
+    # Makers write MPTForCausalLM and PhiMoEForCausalLM for MptForCausalLM and PhimoeForCausalLM.
+    names = [str(name).lower() for name in named] if isinstance(named, list) else []
+    return found if found.lower() in names else None
 
 
 def class_of_whole(config: Mapping[str, Any]) -> str | None:

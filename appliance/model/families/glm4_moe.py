@@ -20,6 +20,8 @@ from appliance.model.names import DraftHeadNames, ExpertNames, TensorNames
 from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
@@ -78,11 +80,17 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     } | gguf_experts(meta, "n_routed_experts")
 
 
+def _has_own_names(config: Mapping[str, Any]) -> bool:
+    """Return False for Sarvam's, whose tensors lie under other names and in other parts."""
+    return config.get("model_type") != "sarvam_moe"
+
+
 GLM4_MOE = Family(
     name="glm4_moe",
     model_type="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
     read=_read,
+    covers=_has_own_names,
     names=TensorNames(
         experts=ExpertNames(
             shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),

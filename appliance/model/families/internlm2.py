@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
-from appliance.model.families.rope import read_rope_of_context
+from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import TensorNames
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim, bias = read_head_dim(config), config.flag("bias")
     attention = read_attention(
-        config, read_rope_of_context(config, head_dim), head_dim, qkv_bias=bias, output_bias=bias
+        config, read_rope(config, head_dim), head_dim, qkv_bias=bias, output_bias=bias
     )
     layers = [attention] * config.integer("num_hidden_layers")
     return read_decoder(config, "internlm2", layers)

@@ -18,7 +18,7 @@ from appliance.model.families.gguf_config import (
     num_layers,
 )
 from appliance.model.families.latent import read_latent_attention
-from appliance.model.families.rope import read_rope_of_context
+from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
     read_attention,
     read_decoder,
@@ -41,7 +41,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     head_dim, bias = read_head_dim(config), config.flag("attention_bias")
     attention = read_attention(
         config,
-        read_rope_of_context(config, head_dim),
+        read_rope(config, head_dim),
         head_dim,
         qkv_bias=bias,
         output_bias=bias,
@@ -53,7 +53,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
 def _read_3(config: ConfigReader) -> DecoderSpec:
     attention = read_latent_attention(
         config,
-        read_rope_of_context(config, config.integer("qk_rope_head_dim")),
+        read_rope(config, config.integer("qk_rope_head_dim")),
         interleaved=False,
     )
     spec = read_decoder(

@@ -146,6 +146,15 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+# Types for which transformers takes the class of another one, with settings and defaults of their
+# own; their makers' files name classes of code that comes with them.
+CLASSES_OF_TYPES = {
+    "exaone": "LlamaForCausalLM",
+    "internlm3": "LlamaForCausalLM",
+    "iquestcoder": "LlamaForCausalLM",
+    "sarvam_mla": "DeepseekV3ForCausalLM",
+    "sarvam_moe": "Glm4MoeForCausalLM",
+}
 # Two-way classes that are another one but for their defaults, by model_type.
 TWO_WAY_RELATIVES = {"eurobert": "llama", "llama_bidirec": "llama"}
 # GGUF architectures that are another one but for the direction of attention, by label.
@@ -207,6 +216,9 @@ def unsupported(config: Mapping[str, Any], reason: str = "") -> UnsupportedModel
 
 def _architectures(config: Mapping[str, Any]) -> list[Any]:
     named = config.get("architectures")
+    known = CLASSES_OF_TYPES.get(str(config.get("model_type")))
+    if known is not None:
+        return [known]
     return named if isinstance(named, list) else []
 
 

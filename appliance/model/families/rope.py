@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _SCALINGS = {
     "default": RopeScaling.NONE,
+    "dynamic": RopeScaling.NONE,  # grows behind `max_position_embeddings`, where no sequence comes
     "mrope": RopeScaling.NONE,  # for images: text has one position
     "linear": RopeScaling.LINEAR,
     "llama3": RopeScaling.LLAMA3,
@@ -58,18 +59,6 @@ def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> 
     is_outside = config.is_given(key) or key not in section
     share = config.number(key, 1.0) if is_outside else 1.0  # the section's counts where both are
     return scaled_rope(config, section, "rope_theta", head_dim, partial, share)
-
-
-def read_rope_of_context(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """Read the rotary settings of a class whose "dynamic" scaling starts behind its context.
-
-    That scaling grows with what is beyond `max_position_embeddings`, which no sequence reaches.
-    """
-    section = rope_section(config)
-    if rope_kind(section) != "dynamic":
-        return read_rope(config, head_dim)
-    theta = section.number("rope_theta", config.number("rope_theta"))
-    return RopeSpec(theta=theta, rotary_dim=head_dim)
 
 
 def rope_section(config: ConfigReader) -> ConfigReader:
@@ -136,6 +125,8 @@ def scaled_rope(
     kind = rope_kind(section)
     if kind not in _SCALINGS:
         raise section.refuse(_kind_key(section), ", ".join(_SCALINGS))
+    if kind == "dynamic":
+        section.number("factor")  # which its class wants, though it has no effect
     # Qwen3-Omni says twice how images' positions lie; alone it is another model's order of pairs.
     is_of_images = section.is_given("mrope_interleaved") and section.is_given("mrope_section")
     section.refuse_unknown(_KNOWN_KEYS | ({"interleaved"} if is_of_images else frozenset()))

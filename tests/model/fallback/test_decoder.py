@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,26 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
         for chunks in (None, CUT):
             found = logits_of(decoder, token_ids, chunks=chunks, block_table=(5, 2, 7))
             torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("phimoe", "PhiMoEForCausalLM"), ("sarvam_moe", "SarvamMoEForCausalLM")],
+)
+def test_a_class_is_found_by_its_makers_name_for_it(
+    model_type: str,
+    named: str,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = make_model(model_type, **FALLBACKS["olmo2"][1] | sizes)
+    folder, wanted = save(model), expected(model, token_ids)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [named]}))
+    found = logits_of(in_torch(folder), token_ids)
+    torch.testing.assert_close(found, wanted, atol=1e-4 * max(1.0, float(wanted.std())), rtol=0)
 
 
 @pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.INT4_SEALED])
