@@ -111,6 +111,12 @@ HARMLESS = {
     *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base"),
     *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
 }
+# Ollama's options that are of its machine or of its cache; goose sends them to its OpenAI routes.
+_OF_OLLAMA = {
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "numa", "main_gpu", "low_vram"),
+    *("f16_kv", "use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only"),
+    "penalize_newline",
+}
 _CHAT: Table = _ANYWHERE | {
     "add_special_tokens": (None, False),
     "audio": NOTHING,
@@ -133,7 +139,6 @@ CHAT: Table = _CHAT | foreign(
         "conversation": "messages",
         "past": "messages, with the whole conversation",
         "thinking": "reasoning_effort",
-        "options": "each option by its own name",
     },
 )
 _COMPLETION: Table = _ANYWHERE | {"add_special_tokens": (None, True)}
@@ -146,7 +151,6 @@ COMPLETION: Table = _COMPLETION | foreign(
         "format": "response_format",
         "conversation": "prompt",
         "top_logprobs": "logprobs",
-        "options": "each option by its own name",
     },
 )
 
@@ -168,10 +172,27 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Table) -> None:
             if value in known:
                 continue
             raise _refused(name, f"{name} is not supported here; leave it out")
-        if value in ("", [], {}, *_NEUTRAL.get(inner or first, ())):
-            continue
-        instead = f"the field here is {known}" if known else "leave it out"
-        raise _refused(name, f"{name} is not a field of this protocol; {instead}")
+        if name == "options" and isinstance(value, dict):
+            _refuse_options(value, table)
+        elif not _asks_nothing(inner or first, value):
+            raise _foreign(name, known)
+
+
+def _refuse_options(options: Mapping[str, Any], table: Table) -> None:
+    """Raise RequestError for the first of Ollama's options that would change the answer."""
+    for name, value in options.items():
+        known = table.get(name, name)
+        if name not in _OF_OLLAMA | HARMLESS and not _asks_nothing(name, value):
+            raise _foreign(f"options.{name[:80]}", known[:80] if isinstance(known, str) else "")
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return value in (None, "", [], {}, *_NEUTRAL.get(name, ()))
+
+
+def _foreign(name: str, here: str) -> RequestError:
+    instead = f"the field here is {here}" if here else "leave it out"
+    return _refused(name, f"{name} is not a field of this protocol; {instead}")
 
 
 def _refused(name: str, message: str) -> RequestError:

@@ -111,7 +111,7 @@ async def test_no_field_of_another_protocol_is_lost(serve: Serve) -> None:
                 sent = {**body, name: VALUES.get(name, 3)}
                 response = await running.http.post(path, json=sent)
                 named = param_of(response) if response.status_code == 400 else response.text
-                wrong += [(path, name, named)] * (named != name)
+                wrong += [(path, name, named)] * (named.removesuffix(".temperature") != name)
                 asked += 1
     assert not wrong
     assert asked > 100
@@ -130,6 +130,14 @@ RIGHT: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"stop_sequences": ["x"]}, "stop"),
     ("/v1/chat/completions", {"max_output_tokens": 3}, "max_completion_tokens"),
     ("/v1/chat/completions", {"xtc_probability": 0.5}, "leave it out"),
+    (
+        "/v1/chat/completions",
+        {"options": {"num_ctx": 9, "num_predict": 3}},
+        "max_completion_tokens",
+    ),
+    ("/v1/chat/completions", {"options": {"temperature": 0.5}}, "the field here is temperature"),
+    ("/v1/chat/completions", {"options": {"mirostat": 2}}, "options.mirostat"),
+    ("/v1/responses", {"options": {"top_k": 5}}, "leave it out"),
     ("/v1/completions", {"max_new_tokens": 3}, "max_tokens"),
     ("/api/generate", {"tool_choice": "required"}, "tools"),
     ("/api/chat", {"response_format": {"type": "json_object"}}, "format"),
@@ -144,6 +152,8 @@ async def test_the_right_name_is_told_and_neutral_values_pass(serve: Serve) -> N
         "n": 1, "seed": None, "stop_sequences": [], "frequency_penalty": 0, "suffix": "",
         "parallel_tool_calls": True, "top_k": 0, "an_invention": 5,
     }  # fmt: skip
+    machine = {"num_ctx": 8192, "num_thread": 2, "num_gpu": 1, "use_mmap": True, "num_batch": 9}
+    assert machine.keys() <= ollama.Options.model_fields.keys()
     async with serve() as running:
         for path, fields, right in RIGHT:
             response = await running.http.post(path, json={**BODIES[path], **fields})
@@ -151,6 +161,9 @@ async def test_the_right_name_is_told_and_neutral_values_pass(serve: Serve) -> N
             assert right in response.text, (path, fields, response.text)
         for path, body in BODIES.items():
             response = await running.http.post(path, json={**neutral, **body})
+            assert response.status_code == 200, (path, response.text)
+            # goose's provider for Ollama asks the OpenAI route so, by GOOSE_INPUT_LIMIT
+            response = await running.http.post(path, json={**body, "options": machine})
             assert response.status_code == 200, (path, response.text)
 
 

@@ -80,6 +80,7 @@ def shown(state: ModelState) -> Shown:
         details=_details(state, info),
         model_info={
             "general.architecture": info.architecture,
+            "general.basename": state.model_id,  # the name that Copilot shows
             **({"general.parameter_count": info.num_parameters} if info.num_parameters else {}),
             f"{info.architecture}.context_length": info.context_length,
             f"{info.architecture}.vocab_size": info.vocab_size,

@@ -276,6 +276,9 @@ async def test_what_is_said_of_the_model(serve: Serve) -> None:
         shown = await client.show("echo:latest")
         assert shown.capabilities == ["completion", "tools"]
         assert shown.modelinfo is not None
+        # VS Code's Copilot lists a model by this name and this context.
+        assert shown.modelinfo["general.basename"] == "echo"
+        assert shown.modelinfo["general.architecture"] == "echo"
         assert shown.modelinfo["echo.context_length"] == 512
         version = (await running.http.get("/api/version")).json()["version"]
         assert [number.isdecimal() for number in version.split(".")] == [True] * 3
