@@ -14,6 +14,7 @@ from teacher_forcing import logits_of
 from appliance.kernels.backend import CPU
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.weight import dense
+from appliance.model import source as source_module
 from appliance.model.fallback.description import has_inputs_first
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations, TorchOperations
@@ -107,8 +108,10 @@ def test_a_model_of_transformers_answers_as_one_of_the_rounded_weights(
     make_model: Callable[..., Any],
     save: Callable[[Any], Path],
     token_ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GPT-2 stores inputs first; the experts are stored in one tensor."""
+    monkeypatch.setattr(source_module, "find_family", lambda config: None)
     model_type, settings = FALLBACKS[case]
     model = make_model(model_type, **settings)
     folder = save(model)

@@ -301,6 +301,14 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "hunyuan_v1_dense": [
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0}}
     ],
+    "hunyuan_v1_moe": [
+        {
+            "num_experts": 4,
+            "moe_topk": [2, 2],
+            "moe_intermediate_size": [48, 48],
+            "num_shared_expert": [1, 1],
+        }
+    ],
     "minimax_m2": [
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "use_qk_norm": True}
     ],
@@ -450,6 +458,7 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "olmo2": {"attention.sliding_window": 3, "attention.sliding_window_pattern": [True, False]},
     "exaone4": {"attention.sliding_window": 3, "attention.sliding_window_pattern": 2},
     "hunyuan-dense": {"rope.scaling.type": "none"},
+    "hunyuan-moe": GGUF_EXPERTS | {"expert_shared_count": 1},
     "minimax-m2": GGUF_EXPERTS | {"expert_gating_func": 2, "rope.dimension_count": 8},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5,
                 "attention.sliding_window": 3},

@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "exaone4": "exaone4",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "minimax_m2": "minimax-m2",
     "arcee": "arcee",
     "exaone": "exaone",
@@ -306,6 +307,15 @@ def _ernie4_5_moe(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _hunyuan_moe(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_used_count": config.moe_topk,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+    }
+
+
 def _llama4(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "feed_forward_length": config.intermediate_size_mlp,
@@ -317,6 +327,7 @@ def _llama4(config: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 _OF_FAMILY = {
     "llama4_text": _llama4,
+    "hunyuan_v1_moe": _hunyuan_moe,
     "ernie4_5_moe": _ernie4_5_moe,
     "gpt_neox": _gpt_neox,
     "minicpm3": _minicpm3,

@@ -73,6 +73,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 16}),
     "minimax_m2": (
         "minimax_m2",
         {

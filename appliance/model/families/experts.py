@@ -59,6 +59,7 @@ def read_experts(
     expert_scale: bool = False,
     own_norms: bool = False,
     latent: int | None = None,
+    by_layer: bool = False,
 ) -> ExpertsSpec:
     """Read the experts of a layer.
 
@@ -81,15 +82,18 @@ def read_experts(
         expert_scale: the checkpoint has a factor per expert.
         own_norms: see `ExpertsSpec`.
         latent: see `ExpertsSpec`.
+        by_layer: the numbers of experts and of chosen ones may be listed for each layer, the same
+            in all.
 
     Raises:
         CheckpointError: numbers contradict each other.
         UnsupportedModelError: a setting of the router is not supported.
     """
-    experts = config.integer(count)
-    top_k = config.integer(chosen)
+    read = config.integer_of_layers if by_layer else config.integer
+    experts = read(count)
+    top_k = read(chosen)
     if top_k > experts:
-        raise _contradiction(config, chosen, top_k, f"at most {count} = {experts}")
+        raise _contradiction(config, chosen, top_k, f"at most {config.written(count)} = {experts}")
     groups = config.integer("n_group", 1) if grouped else 1
     top_groups = config.integer("topk_group", 1 if groups == 1 else None) if grouped else 1
     if grouped:

@@ -202,6 +202,7 @@ RANGES: dict[str, Range] = {
     "model_max_length": Range(1, 2**24),
     "moe_every_n_layers": Range(0, 4096),
     "moe_top_k": _EXPERTS,
+    "moe_topk": _EXPERTS,
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
     "expert_count": _EXPERTS,

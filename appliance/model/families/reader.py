@@ -141,6 +141,19 @@ class ConfigReader:
             raise self._wrong(key, value, f"a number {in_words(usual)}")
         return float(value)
 
+    def integer_of_layers(self, key: str) -> int:
+        """Read a whole number that may be listed for each layer, the same in all.
+
+        Raises:
+            UnsupportedModelError: it differs between layers.
+        """
+        value = self.value(key)
+        if not isinstance(value, list):
+            return self.integer(key)
+        if not value or len(set(self.integers(key, len(value)))) != 1:
+            raise self.refuse(key, "the same number in all layers")
+        return int(value[0])
+
     def optional_integer(self, key: str) -> int | None:
         """Read a whole number; none if it is null or 0, and nothing else counts as that."""
         value = self.value(key)

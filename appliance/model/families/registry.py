@@ -31,7 +31,7 @@ from appliance.model.families.glm4_moe import GLM4_MOE
 from appliance.model.families.gpt_neox import GPT_NEOX
 from appliance.model.families.gpt_oss import GPT_OSS
 from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
-from appliance.model.families.hunyuan import HUNYUAN
+from appliance.model.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.lfm3 import LFM3
@@ -117,6 +117,7 @@ FAMILIES: tuple[Family, ...] = (
     OLMO3,
     EXAONE4,
     HUNYUAN,
+    HUNYUAN_MOE,
     MINIMAX_M2,
     QWEN2_VL,
     QWEN3_VL,

@@ -23,7 +23,6 @@ _CLASSES: dict[str, tuple[str, str]] = {
     "gpt2": ("its positions are learned", "GPT2LMHeadModel"),
     "gptj": ("attention and MLP are side by side, and its head has a bias", "GPTJForCausalLM"),
     "granite_swa": ("its attention has sinks and multipliers", "GraniteSWAForCausalLM"),
-    "hunyuan-moe": (_EXPERTS, "HunYuanMoEV1ForCausalLM"),
     "hy_v3": (_EXPERTS, "HYV3ForCausalLM"),
     "jais2": ("it is LayerNorm with a bias, and an MLP without gates", "Jais2ForCausalLM"),
     "jamba": ("its layers have Mamba-1 states", "JambaForCausalLM"),
