@@ -12,6 +12,7 @@ from torch import nn
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.model.fallback.attention import SERVING, register
+from appliance.model.fallback.buffers import fill_buffers
 from appliance.model.fallback.conversion import names_in_model, names_of_text, renamed
 from appliance.model.fallback.experts import (
     IMPLEMENTATION,
@@ -202,6 +203,7 @@ def _described_as(
     except UnsupportedModelError as error:
         fallback, spec = _with_own_caches(described, error, is_whole=is_whole)
     check_spec(spec, origin)
+    fill_buffers(model, torch.device("cpu"))  # what has no value would be found when it is loaded
     return replace(fallback, is_whole=is_whole), spec
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from appliance.errors import UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.checked import load_checked
+from appliance.model.fallback.buffers import fill_buffers
 from appliance.model.fallback.decoder import FallbackDecoder
 from appliance.model.fallback.description import (
     body_of,
@@ -31,11 +31,11 @@ from appliance.model.fallback.experts import (
 )
 from appliance.model.fallback.matrices import name_of
 from appliance.model.fallback.modules import (
-    IdentityModel,
     LaidOutEmbedding,
     LaidOutLinear,
     NoDropout,
     WeightType,
+    put_identity,
 )
 from appliance.model.fallback.own_cache import (
     Attributes,
@@ -84,7 +84,7 @@ def load_fallback(
     """
     assert source.fallback is not None
     model = source.fallback.build()
-    _fill_buffers(model, operations.device)
+    fill_buffers(model, operations.device)
     layout = _Layout(source, operations, dtype, on_progress or (lambda stage, done, total: None))
     layout.lay_out(model)
     if source.spec.own_cache is not None:
@@ -93,7 +93,7 @@ def load_fallback(
     names = zip(source.fallback.attention, itertools.count())
     places = {modules[name]: (i, source.spec.attention_layers[i]) for name, i in names}
     body = body_of(model, is_whole=source.fallback.is_whole)
-    _without_layers(model)
+    put_identity(model)
     return FallbackDecoder(
         spec=source.spec,
         operations=operations,
@@ -119,7 +119,7 @@ def _with_own_caches(
     places = tuple((modules[name], attribute) for name, attribute in source.fallback.inside)
     first = tuple(getattr(module, name) for module, name in places)
     begun = replace(begin(model, body), inside=Attributes(places, first))
-    _without_layers(model)
+    put_identity(model)
     decoder = OwnCacheDecoder(
         spec=source.spec,
         operations=operations,
@@ -131,72 +131,6 @@ def _with_own_caches(
     )
     several = goes_on_with_several(begun, source.spec.vocab_size, operations.device)
     return replace(decoder, several=several)
-
-
-def _without_layers(model: Any) -> None:
-    """Leave of a model what comes after its layers."""
-    place = model.base_model_prefix
-    setattr(model, place, IdentityModel(getattr(model, place)))
-
-
-def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Compute what no checkpoint holds, such as rotary frequencies, as transformers does."""
-    saved = model.state_dict().keys()
-    owners: dict[str, list[str]] = {}
-    for prefix, module in model.named_modules():
-        own = dict(module.named_buffers(prefix, recurse=False))
-        if names := [name for name in own if name not in saved]:
-            owners[prefix] = names
-        for name in names:
-            empty = torch.empty_like(own[name], device=device)
-            _set(module, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty)
-    for prefix in owners:
-        _initialize(model, prefix)
-    # Some are filled by the module that their owner is in, as Falcon H1's are.
-    around = dict.fromkeys(
-        place
-        for prefix, names in owners.items()
-        if not _are_filled(model.get_submodule(prefix), names, device)
-        for place in _places_around(prefix)
-    )
-    for place in around:
-        _initialize(model, place)
-    for prefix, names in owners.items():
-        for name in names:
-            if not _are_filled(model.get_submodule(prefix), [name], device):
-                raise UnsupportedModelError(
-                    f"{name} is in no checkpoint, and transformers does not compute it"
-                )
-
-
-def _initialize(model: Any, place: str) -> None:
-    with torch.no_grad():
-        _initializer(model, place)(model.get_submodule(place))
-
-
-def _places_around(place: str) -> list[str]:
-    """List the names of the modules that one is in, from the inside."""
-    parts = place.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
-
-
-def _are_filled(module: nn.Module, names: list[str], device: torch.device) -> bool:
-    """Return True if none of a module's buffers is still NaN, or infinite."""
-    buffers = (module._buffers[name.rpartition(".")[2]] for name in names)
-    return all(b is not None and bool(torch.isfinite(b.to(device)).all()) for b in buffers)
-
-
-def _initializer(model: Any, place: str) -> Callable[[nn.Module], None]:
-    """Return what fills a module: of the innermost model that it is in."""
-    inner = (model.get_submodule(each) for each in (place, *_places_around(place)))
-    found: Callable[[nn.Module], None] = next(
-        part._init_weights for part in inner if hasattr(part, "_init_weights")
-    )
-    return found
-
-
-def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
-    module._buffers[name.rpartition(".")[2]] = tensor
 
 
 class _Layout:

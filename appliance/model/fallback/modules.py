@@ -100,3 +100,21 @@ class IdentityModel(nn.Module):
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         """Return hidden states as the layers would."""
         return _Output(inputs_embeds)
+
+
+def put_identity(model: Any) -> Any:
+    """Put one in the place of a model's layers, which are returned."""
+    name = model.base_model_prefix
+    body = getattr(model, name)
+    setattr(model, name, IdentityModel(body))
+    return body
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Run what comes after the layers on hidden states (1, num_rows, hidden_size)."""
+    body = put_identity(model)
+    try:
+        logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
+    finally:
+        setattr(model, model.base_model_prefix, body)
+    return logits

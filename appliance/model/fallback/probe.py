@@ -9,7 +9,7 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.model.fallback.attention import PROBING, SeenPositions, register, running
-from appliance.model.fallback.modules import IdentityModel
+from appliance.model.fallback.modules import head_logits
 from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def probe(model: Any, body: Any) -> ProbeResult:
                 attention_mask=torch.ones_like(rows),
                 use_cache=False,
             )
-            logits = _logits(model, output.last_hidden_state)
+            logits = head_logits(model, output.last_hidden_state)
     except UnsupportedModelError:
         raise
     except Exception as error:  # its modules raise what they like
@@ -117,18 +117,6 @@ def probe(model: Any, body: Any) -> ProbeResult:
         model.config._attn_implementation = before
     head = model.get_output_embeddings()
     return ProbeResult(recorder.found, head.in_features, int(logits.shape[-1]), frozenset(called))
-
-
-def _logits(model: Any, hidden: Tensor) -> Tensor:
-    """Run what comes after the body."""
-    name = model.base_model_prefix
-    body = getattr(model, name)
-    setattr(model, name, IdentityModel(body))
-    try:
-        logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
-    finally:
-        setattr(model, name, body)
-    return logits
 
 
 def _spec_of(

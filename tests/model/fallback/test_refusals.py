@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from causal_models import random_model
 from fallback_models import FALLBACKS
+from own_cache_models import sizes_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.model.fallback.attention import SeenPositions, seen_positions
@@ -125,3 +127,14 @@ def test_masks_are_read_as_windows_and_others_refused() -> None:
     for other in (chunks, ahead):
         with pytest.raises(UnsupportedModelError, match="mask shows position"):
             seen_positions(other, 100)
+
+
+def test_what_has_no_value_is_refused_before_it_is_loaded(
+    save: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.falcon_h1 import modeling_falcon_h1 as theirs
+
+    folder = save(random_model("falcon_h1", **sizes_of("falcon_h1")))
+    monkeypatch.delattr(theirs.FalconH1PreTrainedModel, "_init_weights")
+    with pytest.raises(UnsupportedModelError, match=r"mup_vector is in no checkpoint"):
+        open_model(folder)
