@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from appliance.model.spec import NormSpec
@@ -134,24 +134,35 @@ class Mamba2Spec:
 PASS_BYTES = 256 << 20
 
 
+class OwnCacheSizes(NamedTuple):
+    """Bytes of a sequence's cache: whatever its length, and what each token adds at most."""
+
+    fixed_bytes: int
+    token_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCacheSpec:
     """Caches of a class of transformers' own, one for each sequence, measured without weights.
 
     Attributes:
-        fixed_bytes: of a sequence's cache, whatever its length.
-        token_bytes: that each token adds at most.
-        pass_bytes: that a pass takes: always, for each row, for each token before it, and for each
-            pair of them.
+        wide: sizes where modules compute in float32.
+        narrow: sizes where they compute in 16 bits.
+        pass_bytes: that a pass takes in float32, and in 16 bits at most: always, for each row, for
+            each token before it, and for each pair of them.
         reason: why the engine's own cache cannot take its place.
         has_limit: the settings name the longest context.
     """
 
-    fixed_bytes: int
-    token_bytes: int
+    wide: OwnCacheSizes
+    narrow: OwnCacheSizes
     pass_bytes: tuple[float, float, float, float]
     reason: str
     has_limit: bool = True
+
+    def sizes(self, activation_bytes: int) -> OwnCacheSizes:
+        """Return the sizes where an element that modules compute takes so many bytes."""
+        return self.narrow if activation_bytes <= 2 else self.wide
 
     def taken(self, rows: int, context: int) -> int:
         """Return the bytes that a pass of `rows` takes beside weights and cache, at its peak.

@@ -428,9 +428,9 @@ class DecoderSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's state in all layers; 0 without recurrent layers."""
+        """Bytes in float32 of a sequence's state in all layers; 0 without recurrent layers."""
         if self.own_cache is not None:
-            return self.own_cache.fixed_bytes
+            return self.own_cache.wide.fixed_bytes
         mixers = self.recurrent_layers.values()
         return sum(_state_bytes(shape) for mixer in mixers for shape in mixer.state)
 

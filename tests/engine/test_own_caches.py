@@ -175,6 +175,10 @@ def test_it_says_how_it_is_executed_and_fit_counts_the_same(model: Any) -> None:
     _, request = request_memory(config, open_served(config))
     assert 3 * request.state_bytes == info.state_bytes
     assert not request.prefix_caching
+    halves = load(folder, dtype="bfloat16", kernels="torch")
+    watched(halves)
+    run(halves, PROMPTS[:3], TOKENS)
+    assert 2 * halves.info.kv_bytes == info.kv_bytes
     packed = load(folder, dtype="auto", weight_bits=8)
     assert packed.info.weight_format.startswith("8 bits")
     assert packed.info.weight_bytes < info.weight_bytes

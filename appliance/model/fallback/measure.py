@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from appliance.errors import UnsupportedModelError
+from appliance.model.fallback.modules import head_logits
 from appliance.model.fallback.own_cache import Attributes, begin, tensors_in
-from appliance.model.recurrent_spec import OwnCacheSpec
+from appliance.model.recurrent_spec import OwnCacheSizes, OwnCacheSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -67,7 +70,13 @@ def measured(model: Any, body: nn.Module, context: int, reason: str, *, has_limi
     try:
         with torch.inference_mode(), _all_chosen():
             begun, hidden = _with_attributes(begin(model, body), names)
-            spec = _measured(begun, context, reason, has_limit=has_limit)
+            head_logits(model, torch.empty((1, 1, hidden), device="meta"))
+            few = min(_FEW, context // 8)
+            longest = _longest(begun, context, few)
+            wide, passes = _measured(begun, longest, (1, few))
+            with _in_16_bits(model):
+                narrow, _ = _measured(begun, longest, ())
+            spec = OwnCacheSpec(wide, narrow, _plane(passes), reason, has_limit)
             head = model.get_output_embeddings()
             if head is not None:
                 called.add(names[head])
@@ -117,12 +126,33 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _measured(begun: Begun, context: int, reason: str, *, has_limit: bool) -> OwnCacheSpec:
-    few, some = min(_FEW, context // 8), min(_SOME, context // 4)
+@contextmanager
+def _in_16_bits(model: nn.Module) -> Iterator[None]:
+    """Let modules compute in bfloat16, as their weights are; float16 takes the same."""
+    wide = [(one, one.data) for one in model.parameters() if one.is_floating_point()]
+    with torch.inference_mode(False):  # whose tensors no parameter of another mode takes
+        for one, data in wide:
+            one.data = data.to(torch.bfloat16)
+    try:
+        yield
+    finally:
+        for one, data in wide:
+            one.data = data
+
+
+def _longest(begun: Begun, context: int, few: int) -> int:
+    """Return the tokens of the longest cache that is measured."""
+    some = min(_SOME, context // 4)
     affordable = _affordable(begun, (few, some, min(8 * some, context)))
     longest = min(max(affordable, 3 * some), context) - few  # which the last pass reaches
     # One token before a power of two, where most of them wait for others to be compressed with.
-    longest = (1 << (longest + 1).bit_length() - 1) - 1
+    return int((1 << (longest + 1).bit_length() - 1) - 1)
+
+
+def _measured(
+    begun: Begun, longest: int, rows_of_passes: tuple[int, ...]
+) -> tuple[OwnCacheSizes, list[tuple[int, int, int]]]:
+    """Measure a cache by two lengths, and the passes after each: rows, context, bytes."""
     sizes, passes, before = {}, [], 0
     held: Held | None = None
     for length in (longest // 2, longest):
@@ -130,14 +160,14 @@ def _measured(begun: Begun, context: int, reason: str, *, has_limit: bool) -> Ow
         before = length
         _, held = begun.read(_ids(1), held)
         sizes[length] = _bytes_of(held)
-        for rows in (1, few):
+        for rows in rows_of_passes:
             passes.append((rows, length + rows, _peak(begun, held, rows)))
     if not max(sizes.values()):
         raise UnsupportedModelError("it keeps no cache of what it has read (use_cache)")
     (shorter, less), (longer, more) = sorted(sizes.items())
     token = max((more - less) / (longer - shorter), 0.0)
     fixed = math.ceil(max(size - token * length for length, size in sizes.items()))
-    return OwnCacheSpec(max(fixed, 1), max(math.ceil(token), 1), _plane(passes), reason, has_limit)
+    return OwnCacheSizes(max(fixed, 1), max(math.ceil(token), 1)), passes
 
 
 def _affordable(begun: Begun, counts: tuple[int, ...]) -> int:

@@ -220,7 +220,8 @@ class OwnCacheDecoder(LaidOutModel):
         num_states: int = 0,
     ) -> OwnCaches:
         assert self.spec.own_cache is not None
-        return OwnCaches(self.begun, block_size, block_size * self.spec.own_cache.token_bytes)
+        of_token = self.spec.own_cache.sizes(self.dtype.itemsize).token_bytes
+        return OwnCaches(self.begun, block_size, block_size * of_token)
 
     @torch.inference_mode()
     def hidden(

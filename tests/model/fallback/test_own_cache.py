@@ -84,17 +84,19 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_never_takes_more_than_was_measured_without_weights(
-    name: str, save: Callable[[Any], Path], token_ids: list[int]
+    name: str, dtype: torch.dtype, save: Callable[[Any], Path], token_ids: list[int]
 ) -> None:
-    decoder = in_library(save(made(name)))
-    own, held = decoder.spec.own_cache, None
-    assert own is not None
+    operations = TorchOperations(CPU, torch.device("cpu"), dtype)
+    decoder: Any = load_fallback(open_model(save(made(name))), operations, dtype)
+    own, held = decoder.spec.own_cache.sizes(dtype.itemsize), None
     most = 0.0
     with torch.inference_mode():
         for token in (token_ids * 3)[: min(60, decoder.spec.context_length)]:
             _, held = decoder.begun.read(torch.tensor([token]), held)
+            assert held is not None
             size, planned = bytes_of(held), own.fixed_bytes + own.token_bytes * held.length
             assert size <= planned
             most = max(most, size / planned)

@@ -292,7 +292,7 @@ def _problems(header: Header, source: ModelSource, plan: _Plan, model: Any) -> I
             yield f"{counted:,} weights, and the index says {parameters:,.0f}"
     if (own := source.spec.own_cache) is not None:
         of_all = 4 * kept_in_all(model, _LONG)  # float32, as on a CPU
-        planned = own.fixed_bytes + own.token_bytes * _LONG
+        planned = own.wide.fixed_bytes + own.wide.token_bytes * _LONG
         if not of_all * (1 - SIZES) <= planned <= _MOST_SPARE * of_all:
             yield f"{planned:,} bytes of {_LONG} tokens' cache of {of_all:,}"
         return

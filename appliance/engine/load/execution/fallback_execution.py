@@ -70,14 +70,18 @@ class FallbackExecution:
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Return what a token adds to a sequence's own cache, where it has one."""
-        own = spec.own_cache
-        return self.inner.kv_bytes_per_token(spec) if own is None else own.token_bytes
+        if spec.own_cache is None:
+            return self.inner.kv_bytes_per_token(spec)
+        return spec.own_cache.sizes(self.activation_bytes).token_bytes
 
     def open_block_bytes(self, spec: DecoderSpec) -> int:
         return self.inner.open_block_bytes(spec)
 
     def state_bytes(self, spec: DecoderSpec) -> int:
-        return self.inner.state_bytes(spec)
+        """Return what a sequence's own cache takes whatever its length, where it has one."""
+        if spec.own_cache is None:
+            return self.inner.state_bytes(spec)
+        return spec.own_cache.sizes(self.activation_bytes).fixed_bytes
 
     def load(
         self,
