@@ -262,7 +262,9 @@ def _weight_files(path: Path) -> list[Path]:
         shards = sorted(set(_weight_map(path).values()))
         for shard in shards:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{path / INDEX_NAME} names {shard!r}, which is no shard")
+                raise CheckpointError(
+                    f"{path / INDEX_NAME} names {shard!r}, which is no shard; download it again"
+                )
             if not (path / shard).is_file():
                 raise CheckpointError(f"{path}: shard {shard} is missing; download it again")
         return [path / shard for shard in shards]
@@ -279,7 +281,9 @@ def _weight_files(path: Path) -> list[Path]:
         )
     if (form := form_of_folder(path)) is not None:
         raise CheckpointError(f"{path} holds {form[0]}; {form[1]}")
-    raise CheckpointError(f"{path} holds no weights; it needs {WEIGHTS_NAME} or {INDEX_NAME}")
+    raise CheckpointError(
+        f"{path} holds no weights; download {WEIGHTS_NAME}, or {INDEX_NAME} and all that it names"
+    )
 
 
 def _numbered(path: Path, files: list[Path]) -> list[Path]:

@@ -50,7 +50,7 @@ class FileIdentity:
             if not stat.S_ISREG(found.st_mode) and not isinstance(file, int):
                 raise _no_regular(file, found.st_mode)
         except OSError as error:
-            raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+            raise unreadable(file, error) from error
         return cls(size=found.st_size, modified_ns=found.st_mtime_ns, inode=found.st_ino)
 
 
@@ -95,9 +95,25 @@ def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryvie
             file.seek(offset)
             complete = file.readinto(buffer) == len(buffer)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise unreadable(path, error) from error
     if not (same and complete):
         raise CheckpointError(f"{path} changed while it was read; start again once it is complete")
+
+
+def unreadable(path: Path | int, error: OSError) -> CheckpointError:
+    """Build the error for a file that cannot be read: why, and what to do."""
+    if not isinstance(path, int) and os.path.islink(path) and not os.path.exists(path):
+        return CheckpointError(
+            f"{path} is a link to {os.readlink(path)}, which is not there; download it again, or"
+            " mount the drive on which that lies"
+        )
+    advice = {
+        errno.ENOENT: "download it",
+        errno.EISDIR: "download the file of that name in its place",
+        errno.EACCES: "give this user the right to read it, with chmod or chown",
+        errno.EINVAL: "put the file itself there",
+    }.get(error.errno or 0, "check its name, and the disk on which it lies")
+    return CheckpointError(f"cannot read {path}: {error.strerror}; {advice}")
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -214,9 +230,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = read_bytes(path)
         value = json.loads(content)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror}; a model folder needs {path.name}"
-        ) from error
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         refuse_stand_in(path, content)
         reason = str(error).partition("; use sys.")[0]

@@ -24,6 +24,6 @@ def check_labels(config: Mapping[str, Any], origin: str) -> None:
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
     if count != 1:
         raise UnsupportedModelError(
-            f"{origin}: id2label has {count} labels; a reranker has one, and models that sort "
-            "texts into classes are not served"
+            f"{origin}: id2label has {count} labels: models that sort texts into classes are not "
+            "served; choose a reranker, which has one"
         )

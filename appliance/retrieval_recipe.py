@@ -239,7 +239,9 @@ def _gguf_matrix(path: Path, name: str) -> NDArray[np.float32]:
 
     file = GGUFFile(path, in_torch=False, vocabulary=False)
     if name not in file.tensor_names():
-        raise CheckpointError(f"{path} has no tensor {name}, which its metadata describes")
+        raise CheckpointError(
+            f"{path} has no tensor {name}, which its metadata describes; use another file"
+        )
     return np.asarray(dense(file.load(name), "float32"))
 
 
@@ -253,7 +255,7 @@ def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
     if not (path / MODULES).is_file():
         raise CheckpointError(
             f"{path} is an encoder without {MODULES}, which says how its hidden states become one "
-            f"vector: download the whole folder, or write {MODULES} as sentence-transformers does, "
+            f"vector; download the whole folder, or write {MODULES} as sentence-transformers does, "
             "with a Pooling module whose config.json sets pooling_mode_mean_tokens or "
             "pooling_mode_cls_token to true"
         )

@@ -95,13 +95,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": {"config"},
     "fit": {
         "bench", "config", "engine.devices", "engine.memory.plan", "engine.load.memory_request",
-        "engine.memory.experts", "gguf", "hub", "model",
+        "engine.memory.experts", "engine.encoder.encoder_execution", "gguf", "hub", "model",
+        "tokenizer",
     },
     "doctor": {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
-        "model.source", "quant.quality.card", "server.gpu", "server.listener",
-        "tui.server", "checkpoint", "gguf", "model.families.limits", "tokenizer",
-        "engine.nouns.sampling_params", "llm",
+        "model.source", "model.encoder", "model.leftovers", "model.families", "engine.memory.plan",
+        "engine.encoder.encoder_execution", "engine.load.memory_request", "retrieval_recipe",
+        "engine.nouns.sampling_params", "quant.quality.card", "server.gpu", "server.listener",
+        "tui.server", "checkpoint", "gguf", "tokenizer", "llm",
     },
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",

@@ -132,7 +132,7 @@ def test_safetensors_win_over_pickled_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("config.json", None, "a model folder needs config.json"),
+        ("config.json", None, "No such file or directory; download it"),
         ("config.json", b"{", "not valid JSON"),
         ("config.json", b"[1]", "must hold a JSON object"),
         ("config.json", b"[" * 100_000, "recursion"),

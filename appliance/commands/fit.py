@@ -47,7 +47,7 @@ def fit(
         typer.echo("note: what drafts is not counted", err=True)
         settings = msgspec.structs.replace(settings, speculate="auto")
     with opened(model or settings.model, cache_dir()) as (name, source, path):
-        place = place_of(gpu, settings, measures=speed)
+        place = place_of(gpu, settings, measures=speed and not source.only_reads)
         found = candidates(source, settings, place, context_length=context, streams=streams)
     card = None
     try:

@@ -10,10 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from appliance.checkpoint import CONFIG_NAME
-from appliance.doctor.finding import Check, Finding, Grade, Scope
+from appliance.doctor.finding import MIB, Check, Finding, Grade, Scope
 from appliance.errors import ApplianceError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
@@ -21,9 +23,15 @@ from appliance.model.families.limits import short
 from appliance.wording import counted
 
 if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.model.encoder.source import EncoderSettings, EncoderSource
+    from appliance.model.families.reader import ConfigReader
     from appliance.model.source import ModelSettings, ModelSource
+    from appliance.retrieval_recipe import RetrievalRecipe
     from appliance.tokenizer import Tokenizer
     from appliance.tokenizer.isolation import IsolatedTemplate
+
+    _Described: TypeAlias = EncoderSettings | EncoderSource | ModelSettings | ModelSource
 
 _MOST_NAMED = 12
 _GIVE = "give a folder with config.json and safetensors, or a .gguf file"
@@ -32,7 +40,7 @@ _SECONDS_FOR_MORE = 10.0  # transformers' modules take seconds to be described
 _OF_EVERY_FILE = frozenset(
     {
         "architectures", "auto_map", "dtype", "model_type", "quantization_config", "torch_dtype",
-        "transformers_version", "use_cache", "_name_or_path",
+        "transformers_version", "use_cache", "_name_or_path", "id2label", "label2id",
     }
 )  # fmt: skip
 _HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
@@ -90,36 +98,45 @@ def check_weights(scope: Scope) -> Iterator[Finding]:
     yield Finding("model", Grade.OK, str(path))
     source = yield from _settings(path)
     if source is not None:
-        yield from _tensors(source)
+        is_whole = yield from _tensors(source)
         yield from _weights(source)
+        if is_whole:
+            yield _execution(scope.engine, source)
 
 
 def check_texts(scope: Scope) -> Iterator[Finding]:
     """Say what is made of a model's tokens, chat template and sampling defaults."""
-    if scope.model is not None:
-        yield from _tokenizer(scope.model.path)
+    path = None if scope.model is None else scope.model.path
+    if path is not None and (path.is_file() or (path / CONFIG_NAME).is_file()):
+        yield from _tokenizer(path)
 
 
 CONTENTS: tuple[Check, ...] = (check_weights, check_texts)
 
 
-def _settings(path: Path) -> Generator[Finding, None, ModelSource | None]:
-    from appliance.model.source import open_unchecked
+def _settings(path: Path) -> Generator[Finding, None, EncoderSource | ModelSource | None]:
+    from appliance.model.encoder.source import EncoderSource, open_any
 
     try:
-        source = open_unchecked(path)
+        source = open_any(path)
     except ApplianceError as error:
-        yield _failed("model", error, path)
+        yield failed("model", error, path)
         if path.is_dir() and not any(path.glob("*.safetensors")):
             yield from _of_settings_alone(path)
             return None
         for further in _further_refusals(path, str(error)):
-            yield _failed("setting", further, path)
+            yield failed("setting", further, path)
         return None
+    if isinstance(source, EncoderSource):
+        yield Finding("family", Grade.OK, _description(source, "an encoder, described here"))
+        if source.reader is not None:
+            yield from _keys(source.reader)
+        return source
     by = "described here" if source.fallback is None else "executed by transformers' modules"
+    by = f"which only reads, {by}" if source.only_reads else by
     yield Finding("family", Grade.OK, _description(source, by))
     if path.is_dir() and source.fallback is None:
-        yield from _keys(source.settings())
+        yield from _keys(source.settings().reader)
     for note in source.notes:
         yield Finding("note", Grade.WARN, note)
     return source
@@ -127,25 +144,25 @@ def _settings(path: Path) -> Generator[Finding, None, ModelSource | None]:
 
 def _of_settings_alone(path: Path) -> Iterator[Finding]:
     """Say what would be made of a folder's settings if its weights were there."""
-    from appliance.model.source import read_settings
+    from appliance.model.encoder.source import settings_alone
 
     try:
-        found = read_settings(path)
+        found = settings_alone(path)
     except ApplianceError as error:
-        yield _failed("setting", error, path)
+        yield failed("setting", error, path)
         return
     if found is not None:
         yield Finding("family", Grade.OK, _description(found, "described here"))
-        yield from _keys(found)
+        yield from _keys(found.reader)
 
 
 def _further_refusals(path: Path, first: str) -> Iterator[ApplianceError]:
     """Find what would be refused after what is, by changing the setting that each names."""
-    from appliance.model.source import open_unchecked
+    from appliance.model.encoder.source import open_any
 
     def refusal(settings: Mapping[str, Any]) -> ApplianceError | None:
         try:
-            open_unchecked(path, settings=settings)
+            open_any(path, settings=settings)
         except ApplianceError as error:
             return error
         return None
@@ -183,9 +200,8 @@ def _names(words: str, key: str) -> bool:
     return re.search(rf"[: ]{re.escape(key.partition('.')[2] or key)}\b", words) is not None
 
 
-def _keys(settings: ModelSettings) -> Iterator[Finding]:
+def _keys(reader: ConfigReader) -> Iterator[Finding]:
     """Say which settings are assumed, and which change nothing."""
-    reader = settings.reader
     if assumed := reader.assumed():
         found = "absent, so as the model's class has them: "
         yield Finding("settings", Grade.OK, found + _listed(assumed))
@@ -198,7 +214,7 @@ def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {short(value)}" for key, value in settings.items())
 
 
-def _description(found: ModelSource | ModelSettings, by: str) -> str:
+def _description(found: _Described, by: str) -> str:
     spec = found.spec
     return (
         f"{spec.architecture}, {by}; {counted(len(spec.layers), 'layer')} of width"
@@ -206,33 +222,72 @@ def _description(found: ModelSource | ModelSettings, by: str) -> str:
     )
 
 
-def _tensors(source: ModelSource) -> Iterator[Finding]:
-    from appliance.model.source import tensor_problems
+def _tensors(source: EncoderSource | ModelSource) -> Generator[Finding, None, bool]:
+    """Report each tensor that is not as it should be; return True if all are."""
+    from appliance.model.encoder.source import EncoderSource, problems
+    from appliance.model.leftovers import leftover_notes, leftovers
 
-    problems = [_without_path(error, source.path) for error in tensor_problems(source)]
-    for problem in problems[:_MOST_NAMED]:
-        words, _, fix = problem.rpartition("; ")
-        yield Finding("tensor", Grade.FAIL, words or problem, fix if words else "")
-    if len(problems) > _MOST_NAMED:
-        yield Finding("tensor", Grade.FAIL, f"and {len(problems) - _MOST_NAMED} more like these")
-    if not problems:
-        yield Finding("tensors", Grade.OK, f"{counted(len(source.slots()), 'tensor')} in place")
+    found = list(problems(source))
+    for problem in found[:_MOST_NAMED]:
+        yield failed("tensor", problem, source.path)
+    if len(found) > _MOST_NAMED:
+        yield Finding("tensor", Grade.FAIL, f"and {len(found) - _MOST_NAMED} more like these")
+    if found:
+        return False
+    yield Finding("tensors", Grade.OK, f"{counted(len(source.slots()), 'tensor')} in place")
+    if not isinstance(source, EncoderSource):
+        for note in leftover_notes(leftovers(source)):
+            yield Finding("note", Grade.OK, note)
+    return True
 
 
-def _weights(source: ModelSource) -> Iterator[Finding]:
+def _weights(source: EncoderSource | ModelSource) -> Iterator[Finding]:
     """Say in which formats linears are, what is left out, and what loading notes."""
+    from appliance.model.encoder.source import EncoderSource
+
     if source.path.is_file():
         file = GGUFFile(source.path, vocabulary=False)
         matrices = [name for name in file.tensor_names() if len(file.shape(name)) > 1]
         kinds = Counter(file.type_name(name) for name in matrices)
+    elif isinstance(source, EncoderSource):
+        kinds = Counter("dense" for shape in source.slots().values() if len(shape) == 2)
     else:
         present = set(source.weights.tensor_names())
         slots = (slot for slot in source.slots() if slot.name in present)
         matrices = [slot.name for slot in slots if len(slot.shape) == 2]
         kinds = Counter(_kind_of(source, name) for name in matrices)
     yield Finding("weights", Grade.OK, ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
-    for note in source.weights.notes():
-        yield Finding("note", Grade.OK, note)
+    if not isinstance(source, EncoderSource):
+        for note in source.weights.notes():
+            yield Finding("note", Grade.OK, note)
+
+
+def _execution(config: EngineConfig, source: EncoderSource | ModelSource) -> Finding:
+    """Say what would run it on this machine, or why nothing does."""
+    from appliance.engine.encoder.encoder_execution import (
+        encoder_execution_on,
+        memory_for,
+        plan_encoder,
+    )
+    from appliance.engine.load.memory_request import request_memory
+    from appliance.engine.memory.plan import plan_memory
+    from appliance.model.encoder.source import EncoderSource
+
+    if config.draft_model or config.eagle_head:  # other files
+        config = msgspec.structs.replace(config, speculate="auto")
+    try:
+        if isinstance(source, EncoderSource) or source.only_reads:
+            reads = encoder_execution_on(config, source, None)
+            plan = plan_encoder(config, source, reads, *memory_for(config, reads.device))
+            words = reads.name
+        else:
+            execution, request = request_memory(config, source)
+            plan = plan_memory(request)
+            words = f"{execution.name}, with a KV cache in {request.kv_format}"
+    except ApplianceError as error:
+        return failed("execution", error, source.path)
+    size = plan.weight_bytes / MIB
+    return Finding("execution", Grade.OK, f"{words}; its weights take {size:,.0f} MiB")
 
 
 def _kind_of(source: ModelSource, name: str) -> str:
@@ -248,12 +303,16 @@ def _tokenizer(path: Path) -> Iterator[Finding]:
     try:
         tokenizer = Tokenizer.from_path(path)
     except ApplianceError as error:
-        yield _failed("tokens", error, path)
+        yield failed("tokens", error, path)
         return
+    rows, writes = _rows_of(path)
     try:
-        yield from _tokens(tokenizer, _rows_of(path))
+        yield from _tokens(tokenizer, rows, writes=writes)
         for note in tokenizer.notes:
             yield Finding("note", Grade.WARN, note)
+        if not writes:
+            yield from _retrieval(tokenizer.retrieval)
+            return
         yield from _template(tokenizer)
     finally:
         tokenizer.close()
@@ -262,24 +321,45 @@ def _tokenizer(path: Path) -> Iterator[Finding]:
     yield Finding("sampling", Grade.OK, f"the makers' defaults: {found}{origin}")
 
 
-def _rows_of(path: Path) -> int | None:
-    """Return the number of tokens that a model embeds; None if it cannot be opened."""
-    from appliance.model.source import open_unchecked
+def _rows_of(path: Path) -> tuple[int | None, bool]:
+    """Return the number of tokens that a model embeds, and if it writes; None: it is not opened."""
+    from appliance.model.encoder.source import open_any
 
     try:
-        return open_unchecked(path).spec.vocab_size
+        source = open_any(path)
     except ApplianceError:
-        return None
+        return None, True
+    return source.spec.vocab_size, not source.only_reads
 
 
-def _tokens(tokenizer: Tokenizer, rows: int | None) -> Iterator[Finding]:
+def _retrieval(recipe: RetrievalRecipe) -> Iterator[Finding]:
+    """Say what a model that writes nothing gives: vectors, or how relevant a text is."""
+    embedding, rerank = recipe.embedding, recipe.rerank
+    if embedding.refused:
+        grade = Grade.WARN if rerank is None else Grade.OK
+        yield Finding("vectors", grade, f"none: {embedding.refused}")
+    else:
+        by = embedding.source or "no file says otherwise"
+        words = f"hidden states pooled by {embedding.pooling.value} ({by})"
+        if embedding.dense:
+            words += f", then {counted(len(embedding.dense), 'linear')}"
+        if embedding.prompts:
+            words += f"; prompts for {', '.join(embedding.prompts)}"
+        yield Finding("vectors", Grade.OK, words)
+    if rerank is not None:
+        how = "a head judges both texts" if rerank.by_head else "it answers by a word"
+        yield Finding("ranking", Grade.OK, f"{how} ({rerank.source})")
+
+
+def _tokens(tokenizer: Tokenizer, rows: int | None, *, writes: bool) -> Iterator[Finding]:
     """Say what begins and ends a text, and compare the vocabulary with the embedding."""
     first = "begins with no token of its own"
     if tokenizer.add_bos and tokenizer.bos_token_id is not None:
         first = f"begins with {tokenizer.token_text(tokenizer.bos_token_id)!r}"
     ends = ", ".join(repr(tokenizer.token_text(end)) for end in tokenizer.eos_token_ids)
-    words = f"{tokenizer.vocab_size:,} tokens; a text {first}; an answer ends with {ends}"
-    if tokenizer.eos_token_ids:
+    words = f"{tokenizer.vocab_size:,} tokens; a text {first}"
+    words += f"; an answer ends with {ends}" if writes else ""
+    if tokenizer.eos_token_ids or not writes:
         yield Finding("tokens", Grade.OK, words)
     else:
         fix = "set eos_token_id in generation_config.json, or give `stop` with each request"
@@ -334,11 +414,8 @@ def _rendered(
     return Finding("chat template", Grade.OK, f"takes {name}")
 
 
-def _failed(name: str, error: ApplianceError, path: Path) -> Finding:
-    words, _, fix = _without_path(error, path).rpartition("; ")
+def failed(name: str, error: ApplianceError, path: Path) -> Finding:
+    """Report an error in a model's files; the report's head names their path."""
+    said = str(error).removeprefix(f"{path.name}: ").replace(f"{path}/", "")
+    words, _, fix = said.rpartition("; ")
     return Finding(name, Grade.FAIL, words or fix, fix if words else "")
-
-
-def _without_path(error: ApplianceError, path: Path) -> str:
-    """Return an error's words; the report's head names the path."""
-    return str(error).removeprefix(f"{path.name}: ").replace(f"{path}/", "")

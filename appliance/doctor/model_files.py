@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.doctor.finding import Finding, Grade, Scope
+from appliance.doctor.model_contents import failed
 from appliance.errors import ApplianceError
 from appliance.hub.hashes import find_damaged, known_hashes
 from appliance.progress import ProgressLine
@@ -27,27 +28,26 @@ def check_model(scope: Scope) -> Iterator[Finding]:
     if scope.is_quick:
         yield Finding("model", Grade.UNKNOWN, f"{path} is there; --quick leaves out the rest")
         return
-    fix = f"remove {path} and fetch it again"
-    yield _contents(path, fix)
-    yield _hashes(path, fix)
+    yield _contents(path)
+    yield _hashes(path)
     yield _card(path)
 
 
-def _contents(path: Path, fix: str) -> Finding:
+def _contents(path: Path) -> Finding:
     """Open the model as an engine does, which finds missing tensors."""
     start = time.monotonic()
     try:
-        from appliance.model.source import open_model  # imports NumPy
+        from appliance.model.encoder.source import open_checked  # imports NumPy
 
-        source = open_model(path)
-    except (ApplianceError, OSError) as error:
-        return Finding("model", Grade.FAIL, str(error), fix)
+        source = open_checked(path)
+    except ApplianceError as error:
+        return failed("model", error, path)
     tensors, seconds = len(source.slots()), time.monotonic() - start
     found = f"{path}: {source.spec.architecture}, {tensors} tensors in place; {seconds:.1f} s"
     return Finding("model", Grade.OK, found)
 
 
-def _hashes(path: Path, fix: str) -> Finding:
+def _hashes(path: Path) -> Finding:
     expected = known_hashes(path)
     if not expected:
         found = "no hashes are known for these files; their headers and sizes were checked"
@@ -57,7 +57,7 @@ def _hashes(path: Path, fix: str) -> Finding:
         damaged = find_damaged(expected, progress)
     if damaged:
         found = f"{damaged[0]} is damaged: its hash is not {expected[damaged[0]][:12]}..."
-        return Finding("model hashes", Grade.FAIL, found, fix)
+        return Finding("model hashes", Grade.FAIL, found, f"remove {path} and fetch it again")
     seconds = time.monotonic() - start
     found = f"{len(expected)} of {len(expected)} right; {seconds:.1f} s"
     return Finding("model hashes", Grade.OK, found)

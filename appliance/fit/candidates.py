@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.encoder.encoder_execution import (
+    encoder_execution_on,
+    memory_for,
+    plan_encoder,
+)
 from appliance.engine.load.memory_request import request_memory, with_other_cache
 from appliance.engine.memory.experts.prediction import token_time
 from appliance.engine.memory.experts.split import LayerExperts
 from appliance.engine.memory.plan import plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.model.encoder.source import EncoderSource
 from appliance.model.narrowed import narrowed
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ class FitRow:
 
 
 def candidates(
-    source: ModelSource,
+    source: EncoderSource | ModelSource,
     config: EngineConfig,
     place: ModelPlace,
     *,
@@ -97,14 +103,55 @@ def candidates(
     if context_length is not None and context_length > most:
         raise ConfigError(f"this model was made for {most:,} tokens; ask for that or less")
     wanted = context_length or most
+    config = msgspec.structs.replace(config, max_num_seqs=max(config.max_num_seqs, streams))
+    if source.only_reads:
+        found = list(_of_reader(source, config, place, wanted, streams))
+    else:
+        assert not isinstance(source, EncoderSource)
+        found = _of_decoder(source, config, place, wanted, streams)
+    return sorted(found, key=_rank)
+
+
+def _of_reader(
+    source: EncoderSource | ModelSource,
+    config: EngineConfig,
+    place: ModelPlace,
+    wanted: int,
+    streams: int,
+) -> Iterator[FitRow]:
+    """List the ways to serve a model that only reads, which needs no cache."""
+    for weights, bits in {AS_IT_IS: None, **ROUNDED}.items():
+        rounded = msgspec.structs.replace(config, weight_bits=bits)
+        try:
+            execution = encoder_execution_on(rounded, source, place.gpu_bytes)
+        except ConfigError:
+            if bits is None:
+                raise
+            continue  # the weights have no more bits, or torch runs it
+        budget = memory_for(rounded, execution.device, place.gpu_bytes)
+        refusal = ""
+        for context in _contexts(wanted):
+            asked = msgspec.structs.replace(rounded, max_model_len=context)
+            try:
+                plan = plan_encoder(asked, source, execution, *budget)
+            except MemoryPlanError as error:
+                refusal = refusal or str(error)
+                continue
+            yield FitRow(weights, "auto", "none", context, streams, plan, refusal)
+            break
+        else:
+            yield FitRow(weights, "auto", "none", wanted, streams, None, refusal)
+
+
+def _of_decoder(
+    source: ModelSource, config: EngineConfig, place: ModelPlace, wanted: int, streams: int
+) -> list[FitRow]:
     forms = {name: narrowed(source, bits) for name, bits in ROUNDED.items()}
     saved = {name: _saved_bytes(source, bits) for name, bits in _QUANTIZED.items()}
     measured: dict[str, MemoryRequest] = {}  # by weights, with the first cache
     found: list[FitRow] = []
     for kv in KV_WORDS:
-        chosen = msgspec.structs.replace(
-            config, kv_cache_dtype=kv, max_num_seqs=max(config.max_num_seqs, streams)
-        )
+        chosen = msgspec.structs.replace(config, kv_cache_dtype=kv)
         try:
             if not measured or measured[AS_IT_IS].draft_bytes:
                 measured = _measured(chosen, source, forms, place)
@@ -126,7 +173,7 @@ def candidates(
             _candidate(source, one, place, weights, kv, wanted, streams)
             for weights, one in sized.items()
         ]
-    return sorted(found, key=_rank)
+    return found
 
 
 def _measured(

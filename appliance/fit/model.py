@@ -11,24 +11,30 @@ from appliance.errors import ModelError
 from appliance.gguf import read_part
 from appliance.hub import HubName, find_model
 from appliance.hub.headers import fetch_headers
-from appliance.model.source import open_model
+from appliance.model.encoder.source import open_checked
+from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from appliance.model.encoder.source import EncoderSource
     from appliance.model.source import ModelSource
 
 
 @contextmanager
-def opened(model: str, cache_dir: Path) -> Iterator[tuple[str, ModelSource, Path | None]]:
+def opened(
+    model: str, cache_dir: Path
+) -> Iterator[tuple[str, EncoderSource | ModelSource, Path | None]]:
     """Yield a model's name, its source, and its path if it is on this machine.
 
     Raises:
-        ModelError: the model does not exist, or cannot be served.
+        ModelError: the model does not exist, or cannot be served; at the end, too.
     """
     found = find_model(model, cache_dir=cache_dir)
     if found is not None:
-        yield found.name, open_model(found.path), found.path
+        yield found.name, open_checked(found.path), found.path
+        # Serve refuses a model without a tokenizer. It is read last, for plans count the process.
+        Tokenizer.from_path(found.path).close()
         return
     name = HubName.parse(model)
     if name is None:
@@ -37,4 +43,4 @@ def opened(model: str, cache_dir: Path) -> Iterator[tuple[str, ModelSource, Path
         )
     with TemporaryDirectory(prefix="appliance-fit-") as folder:
         path = fetch_headers(name, Path(folder), read_part)
-        yield name.repo, open_model(path), None
+        yield name.repo, open_checked(path), None

@@ -33,7 +33,7 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
         for row in rows
     ]
     lines.append("")
-    if place.bandwidth is not None:
+    if place.bandwidth is not None and any(one.rate is not None for one in found):
         lines.append(
             f"tokens/s: at most, for one stream at half of the context: {place.bandwidth:,.0f} GB/s"
             f" ({place.how.partition(';')[0]}) over the bytes that a step reads."

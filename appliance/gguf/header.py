@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from appliance.errors import CheckpointError
-from appliance.files import FileIdentity, open_regular
+from appliance.files import FileIdentity, open_regular, unreadable
 from appliance.gguf.ollama import as_llama_cpp
 from appliance.gguf.types import TENSOR_TYPES, TensorType, check_readable, unknown_type
 from appliance.gguf_names import parts_of
@@ -165,7 +165,7 @@ def read_part(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
         with open_regular(path) as content:
             return _HeaderReader(content, file, vocabulary).read()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise unreadable(path, error) from error
 
 
 class _HeaderReader:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ModelError
+from appliance.files import unreadable
 from appliance.gguf_names import (
     find_first_part,
     first_part,
@@ -67,7 +68,9 @@ def resolve_model(
         if (part := find_first_part(path)) is not None:
             return _file(part)
     except OSError as error:
-        raise ModelError(f"cannot read {model!r}: {error.strerror}") from error
+        raise unreadable(path, error) from error
+    if os.path.islink(path):
+        raise unreadable(path, FileNotFoundError())
     name = HubName.parse(model)
     if name is None:
         raise ModelError(
@@ -116,7 +119,9 @@ def _folder(path: Path) -> ResolvedModel:
         raise ModelError(f"{path} holds models in folders of their own; give one: {found}")
     if (form := form_of_folder(path)) is not None:
         raise ModelError(f"{path} holds {form[0]}; {form[1]}")
-    raise ModelError(f"{path} is no model folder: it has neither config.json nor a .gguf file")
+    raise ModelError(
+        f"{path} is no model folder: it has neither config.json nor a .gguf file; give a model's"
+    )
 
 
 def _file(path: Path) -> ResolvedModel:

@@ -36,7 +36,7 @@ def load_checked(source: ModelSource, name: str, device: torch.device | None) ->
     if arrays.is_array(weight) and arrays.dtype_name(weight.dtype) not in _DENSE_DTYPES:
         raise UnsupportedModelError(
             f"{source.path.name}: tensor {name} has type {weight.dtype}, but config.json has no "
-            "quantization_config that says what it means"
+            "quantization_config that says what it means; use the settings of the same checkpoint"
         )
     if device is not None:
         weight = weight.to(device)

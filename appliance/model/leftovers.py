@@ -35,6 +35,9 @@ _BIAS = ".bias"
 _BIAS_KEYS = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias")
 
 
+_OTHER_MODEL = f"take {CONFIG_NAME} and weights of one model and revision"
+
+
 def leftovers(source: ModelSource) -> list[str]:
     """List a folder's tensors that no slot reads and that no setting explains, sorted."""
     if source.path.is_file():
@@ -57,15 +60,14 @@ def leftover_problems(source: ModelSource, left: Iterable[str]) -> Iterator[Chec
         if not name.endswith(_BIAS):
             yield CheckpointError(
                 f"{source.path.name}: tensor {name} has no place in a {source.spec.architecture}"
-                f" model of {len(source.spec.layers)} layers; its {CONFIG_NAME} belongs to another"
-                " model"
+                f" model of {len(source.spec.layers)} layers; {_OTHER_MODEL}"
             )
         elif not _is_zero(source, name):
             key = _bias_key(source, name)
             advice = (
-                f'"{key}": true in {CONFIG_NAME} makes them read'
+                f'set "{key}" to true in {CONFIG_NAME}, which makes them read'
                 if key
-                else f"its {CONFIG_NAME} belongs to another model"
+                else _OTHER_MODEL
             )
             yield CheckpointError(
                 f"{source.path.name}: tensor {name} is not zero, but by its settings a"

@@ -57,6 +57,7 @@ class ModelSource:
         weights: tensors by their Hugging Face names; packed ones keep their codes.
         fallback: transformers' model, if no family supports it; else None.
         notes: on what is unusual in its files, one line each; those on tensors are of `weights`.
+        only_reads: it writes no texts, though it is described as a decoder.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class ModelSource:
     weights: WeightReader
     fallback: FallbackModel | None = None
     notes: tuple[str, ...] = ()
+    only_reads: bool = False
 
     def settings(self) -> ModelSettings:
         """Read the settings again, to learn which of them counted."""
@@ -118,7 +120,7 @@ def open_unchecked(
         return _open_folder(path, in_torch, settings)
     if path.is_file() and (is_gguf(path) or starts_as_gguf(path)):
         return _open_gguf(path, in_torch, settings)
-    raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
+    raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json; give one")
 
 
 def read_settings(path: Path) -> ModelSettings | None:

@@ -48,7 +48,8 @@ def test_a_packaged_model_that_is_cut(look: Look, smollm2_gguf: Path, tmp_path: 
     found = look(check_model, scope_of())
     assert {found["model"].grade, found["model hashes"].grade} == {Grade.FAIL}
     assert "is damaged" in found["model hashes"].found
-    assert "fetch it again" in found["model"].fix
+    assert "download it again" in found["model"].fix
+    assert "fetch it again" in found["model hashes"].fix
 
 
 def test_hashes_of_the_hub_cache(look: Look, tiny_llama: Path, tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def test_settings_that_do_not_fit_are_refused_by_name(
         ("mamba", "no layer has attention; serve the folder .* MambaForCausalLM runs$"),
         ("rwkv7", "no layer has attention; serve this file with llama.cpp$"),
         ("bert", "only reads texts"),
-        ("unheard-of", "'unheard-of' is not supported: .*; supported are llama, .*, gemma3n"),
+        ("unheard-of", "'unheard-of' is not supported: .*; choose a file among llama, .*, gemma3n"),
     ],
 )
 def test_an_architecture_that_no_family_reads_is_refused_with_the_reason(

@@ -117,12 +117,12 @@ def test_slots_are_the_tensors_of_the_checkpoint(tiny_llama: Path) -> None:
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
             {},
-            r'q_proj.bias is not zero, .* "attention_bias": true in config.json makes them read',
+            r'q_proj.bias is not zero, .* set "attention_bias" to true in config.json',
         ),
         (
             lambda t: t.update({"model.layers.0.input_layernorm.bias": torch.ones(64)}),
             {},
-            "input_layernorm.bias is not zero, .* belongs to another model",
+            "input_layernorm.bias is not zero, .* of one model and revision",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.sinks": torch.zeros(2)}),

@@ -9,10 +9,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from appliance.model.encoder.source import EncoderSource, open_checked
 from appliance.model.encoder.texts import Texts
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from appliance.model.source import ModelSource
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
 BERT = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 210}
@@ -147,6 +150,18 @@ def make_judge(name: str, path: Path) -> Any:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     made.save_pretrained(path)
     return made
+
+
+def open_encoder(path: Path) -> EncoderSource:
+    source = open_checked(path)
+    assert isinstance(source, EncoderSource)
+    return source
+
+
+def open_decoder(path: Path) -> ModelSource:
+    source = open_checked(path)
+    assert not isinstance(source, EncoderSource)
+    return source
 
 
 def some_texts(longest: int) -> list[list[int]]:

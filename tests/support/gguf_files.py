@@ -164,3 +164,28 @@ def known_name(name: str, architecture: str, num_layers: int) -> str:
     found = _names(architecture, num_layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
+
+
+def with_tokenizer(path: Path, count: int) -> Path:
+    """Add a vocabulary of so many words to a file."""
+    reader = gguf.GGUFReader(path)
+    label = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), label)
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    writer.add_tokenizer_model("llama")
+    words = ["<unk>", "<s>", "</s>", *(f"\u2581w{n}" for n in range(count - 3))]
+    writer.add_token_list(words)
+    writer.add_token_scores([float(-n) for n in range(count)])
+    writer.add_token_types([2, 3, 3, *[1] * (count - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.with_suffix(".new").replace(path)

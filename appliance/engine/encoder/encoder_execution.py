@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from appliance.engine.devices import Processor, choose_device, native_engine
-from appliance.errors import ConfigError
+import psutil
+
+from appliance.engine.devices import Processor, choose_device, memory_budget, native_engine
+from appliance.engine.memory.plan import MemoryPlan
+from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.arrays import dtype_name, numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
@@ -22,6 +25,7 @@ from appliance.model.narrowed import narrowed
 from appliance.model.native_support import why_unsupported as why_decoder_unsupported
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.weight_format import DTYPE_NAMES
+from appliance.runtime import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import ScoreSpec
 
+MIB = 2**20
 _STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, heads' output, sum
 
 
@@ -116,6 +121,85 @@ def choose_encoder_execution(
         return _TorchExecution(source, where, getattr(torch, name)), notes
     notes = (*notes, *source.notes)
     return _TorchDecoderExecution(source, where, getattr(torch, name)), notes
+
+
+def encoder_execution_on(
+    config: EngineConfig, source: EncoderSource | ModelSource, gpu_bytes: int | None
+) -> EncoderExecution:
+    """Choose the execution here, or on a GPU that need not be here.
+
+    Raises:
+        ConfigError: the settings ask for something that it cannot do.
+    """
+    if gpu_bytes is None:
+        return choose_encoder_execution(config, source, threads_of(config))[0]
+    import torch
+
+    if config.weight_bits is not None:
+        raise ConfigError("--weight-bits cannot be had: a GPU computes with whole weights")
+    where = torch.device("cuda")
+    number = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    if isinstance(source, EncoderSource):
+        return _TorchExecution(source, where, number)
+    return _TorchDecoderExecution(source, where, number)
+
+
+def threads_of(config: EngineConfig) -> int:
+    """Return the threads that execute an encoder."""
+    return config.threads or psutil.cpu_count(logical=False) or 1
+
+
+def memory_for(
+    config: EngineConfig, device: torch.device | Processor, gpu_bytes: int | None = None
+) -> tuple[int, int]:
+    """Return the free bytes of a device, or of a GPU's, and those that this process has taken."""
+    if gpu_bytes is not None:
+        return int(gpu_bytes * config.gpu_memory_utilization), 0
+    taken = resident_bytes() if device.type == "cpu" else 0
+    return memory_budget(device, config.gpu_memory_utilization), taken
+
+
+def max_step(config: EngineConfig, context_length: int) -> int:
+    """Return the most tokens of a step: a whole text at least."""
+    return max(config.max_num_batched_tokens, context_length)
+
+
+def plan_encoder(
+    config: EngineConfig,
+    source: EncoderSource | ModelSource,
+    execution: EncoderExecution,
+    free_bytes: int,
+    process_bytes: int = 0,
+) -> MemoryPlan:
+    """Divide the free memory between weights and the largest step.
+
+    Args:
+        process_bytes: that the process has taken before.
+
+    Raises:
+        MemoryPlanError: it does not suffice.
+    """
+    longest = source.spec.context_length
+    context = min(longest, config.max_model_len or longest)
+    max_tokens = max_step(config, context)
+    weight_bytes, workspace_bytes = execution.weight_bytes, execution.workspace_bytes(max_tokens)
+    if weight_bytes + workspace_bytes > free_bytes:
+        raise MemoryPlanError(
+            f"{source.path.name} does not fit: weights {weight_bytes / MIB:,.0f} MiB + workspace "
+            f"{workspace_bytes / MIB:,.0f} MiB for steps of {max_tokens:,} tokens, and "
+            f"{free_bytes / MIB:,.0f} MiB are free; --max-num-batched-tokens and --max-model-len "
+            "make the workspace smaller"
+        )
+    return MemoryPlan(
+        num_blocks=0,
+        block_size=1,
+        context_length=context,
+        weight_bytes=weight_bytes,
+        kv_bytes=0,
+        workspace_bytes=workspace_bytes,
+        budget_bytes=free_bytes + process_bytes,
+        process_bytes=process_bytes,
+    )
 
 
 def _narrowed(config: EngineConfig, source: ModelSource) -> ModelSource:

@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from appliance.engine.devices import device_name, memory_budget
+from appliance.engine.devices import device_name
 from appliance.engine.encoder.encoder_engine import EncoderEngine
-from appliance.engine.encoder.encoder_execution import choose_encoder_execution
+from appliance.engine.encoder.encoder_execution import (
+    choose_encoder_execution,
+    max_step,
+    memory_for,
+    plan_encoder,
+    threads_of,
+)
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.served_model import fingerprint_of
-from appliance.errors import MemoryPlanError
-from appliance.model.encoder.source import open_reader
-from appliance.runtime import release_unused, resident_bytes
+from appliance.model.encoder.source import open_checked
+from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.memory.admission import Admission
     from appliance.engine.nouns.beacon import Beacon
-
-MIB = 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -43,34 +44,21 @@ def load_encoder_engine(
         MemoryPlanError: it does not fit.
     """
     begin, stages = time.perf_counter(), [("imports", time.monotonic())]
-    threads = config.threads or psutil.cpu_count(logical=False) or 1
+    threads = threads_of(config)
     on_progress("reading the model", 0, 0)
-    source = open_reader(Path(config.model))
+    source = open_checked(Path(config.model))
     spec = source.spec
     execution, notes = choose_encoder_execution(config, source, threads)
     device = execution.device
-    context = min(spec.context_length, config.max_model_len or spec.context_length)
-    max_tokens = max(config.max_num_batched_tokens, context)
-    weight_bytes, workspace_bytes = execution.weight_bytes, execution.workspace_bytes(max_tokens)
-    free = memory_budget(device, config.gpu_memory_utilization)
-    process_bytes = resident_bytes() if device.type == "cpu" else 0
-    needed = weight_bytes + workspace_bytes
-
-    def check(limit: int) -> None:
-        if needed > limit:
-            raise MemoryPlanError(
-                f"{config.model} does not fit: weights {weight_bytes / MIB:,.0f} MiB + workspace "
-                f"{workspace_bytes / MIB:,.0f} MiB for steps of {max_tokens:,} tokens, and "
-                f"{limit / MIB:,.0f} MiB are free; --max-num-batched-tokens and --max-model-len "
-                "make the workspace smaller"
-            )
-
+    free, process_bytes = memory_for(config, device)
     # Asks other models first to make room.
     most = None if admission.limit is None else admission.limit - process_bytes
-    check(free if most is None else most)
+    plan = plan_encoder(config, source, execution, free if most is None else most, process_bytes)
+    needed = plan.weight_bytes + plan.workspace_bytes
     admission.ask(needed + process_bytes, free + process_bytes)
-    free = memory_budget(device, config.gpu_memory_utilization)
-    check(free if most is None else min(free, most))
+    free, _ = memory_for(config, device)
+    limit = free if most is None else min(free, most)
+    plan = plan_encoder(config, source, execution, limit, process_bytes)
     stages.append(("header and plan", time.monotonic()))
     encoder = execution.load(on_progress, beacon)
     release_unused()
@@ -83,15 +71,15 @@ def load_encoder_engine(
         backend=execution.name,
         weight_format=encoder.weight_format,
         kv_format="none",
-        context_length=context,
+        context_length=plan.context_length,
         vocab_size=spec.vocab_size,
         eos_token_ids=(),
         block_size=1,
         num_blocks=0,
         max_num_seqs=config.max_num_seqs,
-        weight_bytes=weight_bytes,
+        weight_bytes=plan.weight_bytes,
         kv_bytes=0,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=plan.workspace_bytes,
         memory_bytes=free + process_bytes,
         load_seconds=time.perf_counter() - begin,
         fingerprint=fingerprint_of(Path(config.model), arithmetic),
@@ -103,4 +91,4 @@ def load_encoder_engine(
         stages=tuple(stages),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
-    return EncoderEngine(encoder, info, max_tokens, beacon)
+    return EncoderEngine(encoder, info, max_step(config, plan.context_length), beacon)

@@ -489,7 +489,7 @@ def why_unread(config: Mapping[str, Any]) -> str:
     """Say why a config's encoder is not served; empty if it is, or is no encoder that is known."""
     why = _UNREAD.get(str(config.get("model_type")), "")
     served = ", ".join(family.model_type for family in ENCODERS)
-    return why and f"it is an encoder, and {why}; encoders served are {served}"
+    return why and f"it is an encoder, and {why}; choose one among {served}"
 
 
 def find_encoder(config: Mapping[str, Any]) -> EncoderFamily | None:
@@ -497,8 +497,10 @@ def find_encoder(config: Mapping[str, Any]) -> EncoderFamily | None:
     return next((one for one in ENCODERS if one.model_type == config.get("model_type")), None)
 
 
-def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) -> EncoderSpec:
-    """Build the spec; `origin` names the settings' file in messages.
+def read_encoder(
+    family: EncoderFamily, config: Mapping[str, Any], origin: str
+) -> tuple[ConfigReader, EncoderSpec]:
+    """Read the settings and what they describe; `origin` names their file in messages.
 
     Raises:
         CheckpointError: a setting is missing, of the wrong type or out of range.
@@ -518,4 +520,4 @@ def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) 
     reader = ConfigReader(config, origin, class_defaults(family.model_type))
     spec = family.read(reader, ranks)
     reader.refuse_unread()
-    return spec
+    return reader, spec

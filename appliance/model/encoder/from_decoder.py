@@ -28,8 +28,7 @@ from appliance.model.families.registry import (
     looks_both_ways,
     reading_family,
 )
-from appliance.model.leftovers import leftover_notes, leftovers
-from appliance.model.source import open_unchecked, tensor_problems
+from appliance.model.source import open_unchecked
 from appliance.model.spec import AttentionSpec, ScoreSpec
 from appliance.rankers import check_labels, is_ranker
 
@@ -55,28 +54,30 @@ def gguf_only_reads(metadata: Mapping[str, Any]) -> bool:
     return label in GGUF_RELATIVES or (label in known and not is_causal)
 
 
-def open_decoder(path: Path) -> ModelSource:
-    """Open a decoder that only reads; its tensors are `HostArray`.
+def open_decoder(path: Path, settings: Mapping[str, Any] | None = None) -> ModelSource:
+    """Open a decoder that only reads, its tensors unchecked; they are `HostArray`.
+
+    Args:
+        settings: replace config.json's, or a GGUF file's metadata.
 
     Raises:
-        CheckpointError: a part is missing, cut or of the wrong shape; names the first.
+        CheckpointError: a setting is missing, or out of range.
         UnsupportedModelError: the architecture or a setting is not supported.
     """
-    source = _open_folder(path) if path.is_dir() else _open_gguf(path)
+    source = _open_folder(path, settings) if path.is_dir() else _open_gguf(path, settings)
     spec = source.spec
     if why := _why_not(spec):
         raise UnsupportedModelError(
-            f"{path.name}: a {spec.architecture} decoder that only reads cannot be served: {why}"
+            f"{path.name}: a {spec.architecture} decoder that only reads cannot be served: {why};"
+            " choose another embedding model"
         )
     # Nothing is written, so a head would only take memory.
-    source = replace(source, spec=replace(spec, tied_head=True, head_bias=False))
-    for problem in tensor_problems(source):
-        raise problem
-    return replace(source, notes=(*source.notes, *leftover_notes(leftovers(source))))
+    spec = replace(spec, tied_head=True, head_bias=False)
+    return replace(source, spec=spec, only_reads=True)
 
 
-def _open_folder(path: Path) -> ModelSource:
-    config = read_json(path / CONFIG_NAME)
+def _open_folder(path: Path, given: Mapping[str, Any] | None) -> ModelSource:
+    config = read_json(path / CONFIG_NAME) if given is None else given
     two_way, halves = looks_both_ways(config), config.get("use_bidirectional_attention") is True
     family = reading_family(config)
     if family is None:
@@ -120,8 +121,9 @@ def score_row(source: ModelSource) -> NDArray[np.float32] | None:
     return found
 
 
-def _open_gguf(path: Path) -> ModelSource:
+def _open_gguf(path: Path, given: Mapping[str, Any] | None) -> ModelSource:
     file = GGUFFile(path, in_torch=False, vocabulary=False)
+    file = file if given is None else file.with_metadata(given)
     check_pooling(file, ranks=False)
     metadata = file.metadata
     label = metadata["general.architecture"]

@@ -276,7 +276,7 @@ class ConfigReader:
         value = self._values[own] if own in self._values else self._usual.values.get(own)
         return UnsupportedModelError(
             f"{self.origin}: {self.written(key)} = {short(value)} is not supported; supported is "
-            f"{supported}"
+            f"{supported}; choose a model of that kind"
         )
 
     def _changes_nothing(self, key: str) -> bool:

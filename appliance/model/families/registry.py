@@ -181,8 +181,8 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
         why = f", as {said[0]} is {str(config[said[0]]).lower()}" if said else ""
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, architectures))} reads texts and writes none{why}: "
-            "`appliance serve` serves its embeddings or ranking, and nothing else can be done "
-            "with it here"
+            "nothing else can be done with it here; use `appliance serve`, which serves its "
+            "embeddings or ranking"
         )
     of_name = [f for f in FAMILIES if any(name in f.architectures for name in architectures)]
     if of_name:
@@ -195,8 +195,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     if find_encoder(config) is not None:
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, architectures))} is an encoder, which generates no "
-            "text: `appliance serve` serves its embeddings and ranking, and nothing else can be "
-            "done with it here"
+            "text; use `appliance serve`, which serves its embeddings and ranking"
         )
     return None
 
@@ -208,10 +207,14 @@ def unsupported(config: Mapping[str, Any], reason: str = "") -> UnsupportedModel
         reason: why transformers' modules cannot serve it either.
     """
     supported = ", ".join(dict.fromkeys(n for family in FAMILIES for n in family.architectures))
-    what = ", ".join(map(str, _architectures(config))) or "(config.json names none)"
+    what = ", ".join(map(str, _architectures(config))) or str(config.get("model_type"))
+    if not config.keys() & {"architectures", "model_type"}:
+        return UnsupportedModelError(
+            "config.json names neither an architecture nor a model_type; take the one of its makers"
+        )
     why = f" by transformers' modules: {reason}" if reason else ""
     return UnsupportedModelError(
-        f"architecture {what} is not supported{why}; supported are {supported}"
+        f"architecture {what} is not supported{why}; choose a model among {supported}"
     )
 
 
@@ -248,7 +251,7 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
             return family
     if (why := UNREAD_GGUF.get(architecture)) is None:
         known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
-        why = "no reader of it; supported are " + ", ".join((*known, *GGUF_CLASSES))
+        why = "no reader of it; choose a file among " + ", ".join((*known, *GGUF_CLASSES))
     raise UnsupportedModelError(f"GGUF architecture {architecture!r} is not supported: {why}")
 
 

@@ -84,7 +84,7 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     if "llm_cfg" in config:  # VILA
         raise UnsupportedModelError(
-            f"a model of model_type {kind!r} keeps its parts in folders of their own: serve its"
+            f"a model of model_type {kind!r} keeps its parts in folders of their own; serve its"
             " folder llm, which is that of its text"
         )
     usual, section = _default_text(config), None

@@ -11,7 +11,7 @@ from encoder_models import make
 from safetensors.torch import load_file, save_file
 
 from appliance.config import EngineConfig
-from appliance.engine.encoder import load_encoder as loading
+from appliance.engine.encoder import encoder_execution as execution
 from appliance.engine.encoder.encoder_engine import EncoderEngine
 from appliance.engine.load.load_engine import load_engine
 from appliance.engine.memory.admission import Admission
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("bert", tmp_path, ranks=False)
-    monkeypatch.setattr(loading, "memory_budget", lambda device, share: 1000)
+    monkeypatch.setattr(execution, "memory_budget", lambda device, share: 1000)
     monkeypatch.setattr(EncoderSource, "load", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(MemoryPlanError, match="--max-num-batched-tokens"):
         load(tmp_path)
@@ -244,7 +244,7 @@ def test_what_only_the_library_can_do_is_refused_with_torch(
 def test_others_are_asked_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make("bert", tmp_path, ranks=False).path
     free = [1000]
-    monkeypatch.setattr(loading, "memory_budget", lambda device, share: free[0])
+    monkeypatch.setattr(execution, "memory_budget", lambda device, share: free[0])
 
     def ask(needed: int, had: int) -> None:
         free[0] = had + needed

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from encoder_models import BERT, FAMILIES, make, of_one_type, of_transformers, some_texts
+from encoder_models import (
+    BERT,
+    FAMILIES,
+    make,
+    of_one_type,
+    of_transformers,
+    open_encoder,
+    some_texts,
+)
 from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +33,7 @@ from appliance.model.encoder.native import NativeEncoder
 from appliance.model.encoder.native_loader import load_native_encoder
 from appliance.model.encoder.native_size import native_bytes, workspace_bytes
 from appliance.model.encoder.native_support import why_unsupported
-from appliance.model.encoder.source import is_encoder, open_encoder
+from appliance.model.encoder.source import reads_only
 from appliance.model.encoder.spec import HeadActivation, RankingSpec
 from appliance.model.encoder.texts import Texts
 from appliance.model.families.registry import find_family
@@ -424,9 +432,9 @@ def test_names_of_another_model_are_said(tmp_path: Path) -> None:
 
 def test_a_decoder_is_no_encoder_and_an_encoder_no_decoder(tmp_path: Path) -> None:
     make("bert", tmp_path, ranks=False)
-    assert is_encoder(tmp_path)
+    assert reads_only(tmp_path)
     with pytest.raises(ApplianceError, match="is an encoder"):
         open_model(tmp_path)
     config = read_json(tmp_path / "config.json")
     write_json(tmp_path / "config.json", {**config, "model_type": "llama"})
-    assert not is_encoder(tmp_path)
+    assert not reads_only(tmp_path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from encoder_models import Made, make, of_one_type, of_transformers, some_texts
+from encoder_models import Made, make, of_one_type, of_transformers, open_encoder, some_texts
 from gguf_files import write_gguf_file
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +19,6 @@ from appliance.errors import ApplianceError
 from appliance.files import write_json
 from appliance.model.encoder.loader import load_encoder
 from appliance.model.encoder.native_support import why_unsupported
-from appliance.model.encoder.source import open_encoder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,6 +15,7 @@ from encoder_models import (
     make_judge,
     of_one_type,
     of_transformers,
+    open_decoder,
     some_texts,
 )
 from native_models import LIBRARY
@@ -23,7 +24,6 @@ from appliance.errors import ApplianceError
 from appliance.files import read_json, write_json
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.encoder.decoder_loader import DecoderReader, load_decoder_reader
-from appliance.model.encoder.from_decoder import open_decoder
 from appliance.model.encoder.native import NativeEncoder
 from appliance.model.encoder.native_loader import load_native_decoder
 from appliance.model.encoder.native_size import decoder_workspace_bytes

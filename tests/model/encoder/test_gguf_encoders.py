@@ -30,7 +30,7 @@ from appliance.model.encoder.decoder_loader import load_decoder_reader
 from appliance.model.encoder.loader import load_encoder
 from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
 from appliance.model.encoder.native_size import native_bytes
-from appliance.model.encoder.source import EncoderSource, open_reader, reads_only
+from appliance.model.encoder.source import EncoderSource, open_checked, reads_only
 from appliance.model.families.registry import family_of_gguf
 from appliance.retrieval_recipe import recipe_of_gguf
 
@@ -46,14 +46,14 @@ NAMES += ["qwen2-two-way"]
 
 
 def in_torch(path: Path) -> Any:
-    source, device = open_reader(path), torch.device("cpu")
+    source, device = open_checked(path), torch.device("cpu")
     if isinstance(source, EncoderSource):
         return load_encoder(source, torch.float32, device, lambda *_: None)
     return load_decoder_reader(source, torch.float32, device, lambda *_: None)
 
 
 def in_library(path: Path) -> NativeEncoder:
-    source, engine = open_reader(path), NativeEngine(LIBRARY, 1)
+    source, engine = open_checked(path), NativeEngine(LIBRARY, 1)
     if isinstance(source, EncoderSource):
         return load_native_encoder(source, engine, FLOAT32, None, lambda *_: None)
     return load_native_decoder(source, engine, FLOAT32, lambda *_: None)
@@ -129,7 +129,7 @@ def test_rounded_files_give_nearly_the_same_directions(
     file = write_encoder_gguf(tmp_path, MEAN, q8_0)
     texts = of_one_type(some_texts(60))
     reader = load(file)
-    source = open_reader(file)
+    source = open_checked(file)
     if isinstance(source, EncoderSource) and load is in_library:
         assert "8 bits" in reader.weight_format
         assert reader.weight_bytes <= native_bytes(source, FLOAT32, None)
@@ -206,7 +206,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     made_folder(name, tmp_path, monkeypatch)
     file = write_encoder_gguf(tmp_path, pooling, **changes)
     with pytest.raises(ApplianceError, match=words):
-        open_reader(file)
+        open_checked(file)
 
 
 @pytest.mark.parametrize(

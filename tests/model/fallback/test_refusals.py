@@ -91,7 +91,7 @@ def test_what_it_cannot_serve_is_refused_by_name_with_the_native_families(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         open_model(configured(folder, **settings))
-    assert "supported are LlamaForCausalLM, " in str(caught.value)
+    assert "choose a model among LlamaForCausalLM, " in str(caught.value)
 
 
 def test_a_number_out_of_range_is_refused_before_anything_is_built(folder: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_text_that_transformers_has_no_causal_class_for_is_refused_with_the_na
     whole = as_part(text, PLACES["now"], model_type=kind)
     with pytest.raises(UnsupportedModelError, match=f"text part of model_type {kind!r}") as caught:
         open_model(whole)
-    assert "supported are LlamaForCausalLM, " in str(caught.value)
+    assert "choose a model among LlamaForCausalLM, " in str(caught.value)
 
 
 def test_a_layer_that_the_config_does_not_have_is_named(text: Path) -> None:

@@ -114,7 +114,7 @@ def _tried(trial: _Trial) -> str:
     state = outcome.state
     if state == "refused" and not is_right(trial.header, outcome.reason):
         state = "REFUSED"
-    reason = " ".join(outcome.reason.partition("; supported are Llama")[0].split())[:300]
+    reason = " ".join(outcome.reason.partition("; choose a model among Llama")[0].split())[:300]
     took = time.monotonic() - start
     print(f"{state:8} {trial.way:8} {trial.name} [{took:.0f} s]: {reason}", flush=True)
     return f"{trial.way}: {f'served {outcome.served}' if outcome.served else state}"
