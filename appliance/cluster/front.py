@@ -33,8 +33,9 @@ from appliance.server.client_gone import ClientGoneError, unless_disconnected
 from appliance.server.errors import ENGINE_DIED, error_response, request_id_of
 from appliance.server.key_ring import KeyRing
 from appliance.server.proxies import Proxies
-from appliance.server.request_middleware import OPEN_PATHS, RequestMiddleware, key_name
+from appliance.server.request_middleware import RequestMiddleware, key_name
 from appliance.server.shared_metrics import SharedMetrics
+from appliance.server.web_page import OPEN_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +86,11 @@ def make_front(config: ServerConfig, choose: Choose) -> ASGIApp:
     """Build the application for a cluster's clients."""
     metrics = SharedMetrics()
     admitted = RequestMiddleware(
-        Front(config, choose), config=config, keys=KeyRing(config), metrics=metrics
+        Front(config, choose),
+        config=config,
+        keys=KeyRing(config),
+        metrics=metrics,
+        open_paths=OPEN_PATHS,
     )
     return Proxies(admitted, config)
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.server.anthropic import errors as anthropic
 from appliance.server.anthropic.messages import WIRE as ANTHROPIC_WIRE
-from appliance.server.errors import error_body, error_response
+from appliance.server.errors import ANTHROPIC_PATH, OLLAMA_PREFIX, error_body, error_response
 from appliance.server.frames import SERVER_SENT_EVENTS
 from appliance.server.ollama.lines import WIRE as OLLAMA_WIRE
 
@@ -39,10 +38,10 @@ class Reply:
         self.committed = self.begun = False
         self._scope, self._receive, self._send = scope, receive, send
         path = scope["path"]
-        if path.startswith(anthropic.PATH):
+        if path.startswith(ANTHROPIC_PATH):
             self._wire = ANTHROPIC_WIRE
         else:
-            self._wire = OLLAMA_WIRE if path.startswith("/api/") else SERVER_SENT_EVENTS
+            self._wire = OLLAMA_WIRE if path.startswith(OLLAMA_PREFIX) else SERVER_SENT_EVENTS
         self._frame_end = b"\n" if self._wire is OLLAMA_WIRE else b"\n\n"
         self._part = b""
 

@@ -16,10 +16,10 @@ from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.answer_choice import AnswerChoice
+from appliance.server.exchange import CompletionTokensDetails, PromptTokensDetails, Usage
 from appliance.server.merged import merged
 from appliance.server.metrics import RequestTimer, Seconds
 from appliance.server.pieces import FinishedChoice, Piece
-from appliance.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

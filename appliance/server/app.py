@@ -29,7 +29,7 @@ from appliance.server.rank_metrics import RankCollector
 from appliance.server.replica_metrics import ReplicaCollector
 from appliance.server.request_middleware import RequestMiddleware
 from appliance.server.retrieval.routes import retrieval_router
-from appliance.server.web_page import web_page_router
+from appliance.server.web_page import OPEN_PATHS, web_page_router
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from appliance.server.model_state import ModelState
     from appliance.server.state import ServerState
 
 _LONGEST = 4  # names in a route's path
@@ -68,13 +69,17 @@ def create_app(server: ServerState) -> FastAPI:
     openapi.install(app, key_required=bool(server.keys()), root_path=root_path(server.config))
     config = server.config
     for model in server.models:
-        model.metrics.add(EngineCollector(model))
-        model.metrics.add(ReplicaCollector(model))
-        model.metrics.add(RankCollector(model))
-    server.metrics.add(MachineCollector(server))
+        _collect(model)
+    server.metrics.add(MachineCollector(server.warnings, server.machine))
     app.add_middleware(HeadOfGet)
     app.add_middleware(Idempotency, max_body_bytes=config.max_body_bytes)
-    app.add_middleware(RequestMiddleware, config=config, keys=server.keys, metrics=server.metrics)
+    app.add_middleware(
+        RequestMiddleware,
+        config=config,
+        keys=server.keys,
+        metrics=server.metrics,
+        open_paths=OPEN_PATHS,
+    )
     if config.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(Proxies, config=config)  # the last one added is the outermost
@@ -83,6 +88,17 @@ def create_app(server: ServerState) -> FastAPI:
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     return app
+
+
+def _collect(model: ModelState) -> None:
+    """Export a model's metrics."""
+    engine, metrics = model.engine, model.metrics
+    most = model.config.max_queue
+    metrics.add(
+        EngineCollector(engine, metrics, most, lambda: model.key_names, lambda: model.quality_card)
+    )
+    metrics.add(ReplicaCollector(model.model_id, engine))
+    metrics.add(RankCollector(model.model_id, engine))
 
 
 class HeadOfGet:

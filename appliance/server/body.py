@@ -15,8 +15,12 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from appliance.errors import RequestError
-from appliance.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
-from appliance.server.ollama.errors import PREFIX as OLLAMA_PREFIX
+from appliance.server.errors import (
+    OLLAMA_PREFIX,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    MediaTypeError,
+)
 
 if TYPE_CHECKING:
     from starlette.types import Scope

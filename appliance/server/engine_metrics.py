@@ -15,17 +15,36 @@ from appliance.server.metric_families import counter, gauge, histogram
 from appliance.stats import COMPILE_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.core import Metric
 
-    from appliance.server.model_state import ModelState
+    from appliance.engine.process.replicas.replica_set import ServedEngine
+    from appliance.server.metrics import Metrics
+    from appliance.server.quality import ServedCard
 
 
 class EngineCollector(Collector):
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
-        self._labels = {"model_name": state.model_id}
+    """Collects one model's metrics.
+
+    Args:
+        metrics: the API process's counts for the model.
+        max_queue: requests that may wait.
+        key_names: returns the names of all keys.
+        quality_card: returns the model's card, if it has one.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        metrics: Metrics,
+        max_queue: int,
+        key_names: Callable[[], Iterable[str]],
+        quality_card: Callable[[], ServedCard | None],
+    ) -> None:
+        self._engine, self._metrics, self._max_queue = engine, metrics, max_queue
+        self._key_names, self._quality_card = key_names, quality_card
+        self._labels = {"model_name": metrics.model_name}
 
     def collect(self) -> Iterable[Metric]:
         yield from self._counters()
@@ -34,7 +53,7 @@ class EngineCollector(Collector):
         yield from self._facts()
 
     def _counters(self) -> Iterator[Metric]:
-        stats, engine = self._state.engine.stats, self._state.engine
+        stats, engine = self._engine.stats, self._engine
         for name, text, value in (
             ("vllm:prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens_total),
             ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens_total),
@@ -75,14 +94,14 @@ class EngineCollector(Collector):
             (
                 "appliance_requests_failed",
                 "Requests that ended with an error or without a reader.",
-                self._state.metrics.failed,
+                self._metrics.failed,
             ),
         ):
             yield counter(name, text, [(self._labels, value)])
         yield histogram(
             "appliance_grammar_compile_seconds",
             "Compiling a grammar in the engine.",
-            self._state.model_id,
+            self._metrics.model_name,
             COMPILE_SECONDS,
             stats.grammar_compiles or [0] * (len(COMPILE_SECONDS) + 1),
             stats.grammar_compile_seconds_total,
@@ -136,7 +155,7 @@ class EngineCollector(Collector):
 
     def _adapters(self) -> Metric:
         """Return the adapters of open requests under vLLM's names; the value is the time."""
-        engine = self._state.engine
+        engine = self._engine
         names: dict[bool, set[str]] = {False: set(), True: set()}
         for request, started in engine.open_requests():
             if request.adapter is not None:
@@ -150,7 +169,7 @@ class EngineCollector(Collector):
         return gauge("vllm:lora_requests_info", text, [(labels, time.time())])
 
     def _gauges(self) -> Iterator[Metric]:
-        stats, engine = self._state.engine.stats, self._state.engine
+        stats, engine = self._engine.stats, self._engine
         ready = engine.state is EngineState.READY
         asleep = engine.state.accepts and not ready
         for name, text, value in (
@@ -175,7 +194,7 @@ class EngineCollector(Collector):
                 "1 while KV blocks are written to a disk, 0 without one or while it refuses.",
                 float(stats.kv_disk_writing),
             ),
-            ("appliance_queue_limit", "Requests that may wait.", self._state.config.max_queue),
+            ("appliance_queue_limit", "Requests that may wait.", self._max_queue),
         ):
             yield gauge(name, text, [(self._labels, value)])
         yield self._adapters()
@@ -216,9 +235,9 @@ class EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         # Includes zeros, so that no series ends when idle.
-        names = self._state.key_names
+        names = self._key_names()
         counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
-        for request, started in self._state.engine.open_requests():
+        for request, started in self._engine.open_requests():
             counts[request.owner or NO_KEY, "running" if started else "waiting"] += 1
         yield gauge(
             "appliance_requests",
@@ -230,14 +249,14 @@ class EngineCollector(Collector):
         )
 
     def _facts(self) -> Iterator[Metric]:
-        card = self._state.quality_card
+        card = self._quality_card()
         facts = () if card is None else card.facts
         yield gauge(
             "appliance_quality",
             "The quality card of the model: what quantizing its weights cost.",
             [({**self._labels, "fact": one.name}, one.value) for one in facts],
         )
-        info = self._state.engine.info
+        info = self._engine.info
         if info is None:
             return
         cache = {
@@ -255,7 +274,7 @@ class EngineCollector(Collector):
         }
         yield gauge("appliance_model_info", "The model.", [({**self._labels, **model}, 1)])
         plan: Counter[str] = Counter()
-        for one in filter(None, (replica.info for replica in self._state.engine.replicas)):
+        for one in filter(None, (replica.info for replica in self._engine.replicas)):
             plan.update(
                 weights=one.weight_bytes,
                 kv_cache=one.kv_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,8 +18,6 @@ from appliance.errors import (
     QuarantinedError,
     RequestError,
 )
-from appliance.server.anthropic import errors as anthropic
-from appliance.server.ollama import errors as ollama
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -28,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 2  # seconds, while the engine loads or restarts
 REQUEST_ID = "request_id"  # key in a request's state
+ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PREFIX = "/api/"
+# A client of Anthropic's that gets it sends the whole conversation, if it may.
+NO_THREADS = "thread_unsupported_request"
 ENGINE_DIED = "x-engine-died"  # header for a cluster's front: the engine died with this request
 
 
@@ -111,6 +113,47 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class ErrorDetails(msgspec.Struct):
+    """The reason of a failure from which Anthropic's clients recover."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class AnthropicError(msgspec.Struct, omit_defaults=True):
+    """The inside of an error body."""
+
+    type: str
+    message: str
+    details: ErrorDetails | None = None
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    """Error body of /v1/messages."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """Error body of the routes below /api."""
+
+    error: str
+
+
+# Anthropic's types of errors by status.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
 def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case RequestError():
@@ -148,10 +191,10 @@ def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
     """Return an error's body in the path's protocol."""
     status, body, _ = describe(error)
     path, message = scope.get("path", ""), body.error.message
-    if path.startswith(anthropic.PATH):
-        return anthropic.error_body(status, message, body.error.code, request_id_of(scope))
-    if path.startswith(ollama.PREFIX):
-        return ollama.error_body(message)
+    if path.startswith(ANTHROPIC_PATH):
+        return _anthropic_body(status, message, body.error.code, request_id_of(scope))
+    if path.startswith(OLLAMA_PREFIX):
+        return OllamaErrorBody(message)
     return body
 
 
@@ -182,3 +225,11 @@ def json_response(
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, kind, param, code))
+
+
+def _anthropic_body(
+    status: int, message: str, code: str | None, request_id: str
+) -> AnthropicErrorBody:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details = ErrorDetails(NO_THREADS, ["thread"]) if code == NO_THREADS else None
+    return AnthropicErrorBody(error=AnthropicError(kind, message, details), request_id=request_id)

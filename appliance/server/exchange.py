@@ -1,4 +1,4 @@
-"""Fields that every part of an answer repeats: id, time, model, fingerprint."""
+"""An API request's id, time, model and fingerprint, which its answer repeats; its token counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.request import AdapterRef
@@ -37,3 +40,28 @@ class Exchange:
             tokenizer=tokenizer,
             logprobs=logprobs,
         )
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Prompt tokens by source."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """Output tokens by purpose, and drafted ones by outcome."""
+
+    reasoning_tokens: int | UnsetType = UNSET  # in thoughts, if the model can think or call
+    # Of speculative decoding, if any.
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one request; prompts count once for any `n`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET

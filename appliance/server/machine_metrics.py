@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from appliance.events import Gpu
-    from appliance.server.state import ServerState
+    from appliance.log import RecentWarnings
+    from appliance.server.machine import MachineProbe
 
 # A metric's name and help, and its field of `Gpu`.
 _GPU_GAUGES = (
@@ -32,13 +33,13 @@ _GPU_GAUGES = (
 class MachineCollector(Collector):
     """Counts warnings and exports the last reading; takes none, because that may block."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
+    def __init__(self, warnings: RecentWarnings, machine: MachineProbe) -> None:
+        self._warnings, self._machine = warnings, machine
 
     def collect(self) -> Iterable[Metric]:
-        warnings = self._state.warnings.total
+        warnings = self._warnings.total
         yield counter("appliance_log_warnings", "Warnings and errors in the log.", [({}, warnings)])
-        machine = self._state.machine.latest
+        machine = self._machine.latest
         if machine is None:
             return
         yield counter(

@@ -16,7 +16,7 @@ from appliance.api_keys import NO_KEY
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ApplianceError, EngineUnavailableError, UnknownModelError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults, choose_defaults
-from appliance.server.grammars import GrammarChecks
+from appliance.server.grammar_checks import GrammarChecks
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.queue import Queue
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig, ServerConfig
     from appliance.engine.nouns.messages import EngineInfo, StepReport
+    from appliance.engine.process.replicas.replica_set import ServedEngine
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.limits import KeyUse
     from appliance.server.quality import ServedCard
-    from appliance.server.replicas import ServedEngine
     from appliance.server.state import ServerState
     from appliance.server.text_threads import TextThreads
     from appliance.tokenizer import Tokenizer

@@ -31,7 +31,7 @@ async def answer_chat(
     if zero := next((name for name, limit in limits.items() if limit == 0), None):
         raise RequestError(f"{zero} must be at least 1, or -1 for as many as fit", param=zero)
     asked = limit_of(*limits.values())
-    begins_answer, continues = ending_of(body)
+    begins_answer, continues = ending_of(body.add_generation_prompt, body.continue_final_message)
     effort, thought_tokens = asked_thinking(body)
 
     def make() -> Conversation:

@@ -10,9 +10,9 @@ from appliance.errors import QueueFullError
 
 if TYPE_CHECKING:
     from appliance.config import ServerConfig
+    from appliance.engine.process.replicas.replica_set import ServedEngine
     from appliance.server.key_ring import KeyRing
     from appliance.server.metrics import Metrics
-    from appliance.server.replicas import ServedEngine
 
 UNKNOWN_RETRY_AFTER = 2.0  # seconds, before the first start
 MAX_RETRY_AFTER = 300.0

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from appliance.server.model_state import ModelState
+    from appliance.engine.process.replicas.replica_set import ServedEngine
 
 
 class RankCollector(Collector):
     """Collects metrics of the ranks of all replicas of a model; none if each has one process."""
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+    def __init__(self, model_id: str, engine: ServedEngine) -> None:
+        self._model_id, self._engine = model_id, engine
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric families; the registry calls it."""
         each = [
-            ({"model_name": self._state.model_id, "replica": str(place), "rank": str(rank)}, one)
-            for place, replica in enumerate(self._state.engine.replicas)
+            ({"model_name": self._model_id, "replica": str(place), "rank": str(rank)}, one)
+            for place, replica in enumerate(self._engine.replicas)
             if replica.info is not None
             for rank, one in enumerate(replica.info.ranks)
         ]

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from appliance.server.model_state import ModelState
+    from appliance.engine.process.replicas.replica_set import ServedEngine
 
 
 class ReplicaCollector(Collector):
     """Collects metrics from the last reports of a model's replicas."""
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+    def __init__(self, model_id: str, engine: ServedEngine) -> None:
+        self._model_id, self._engine = model_id, engine
 
     def collect(self) -> Iterable[Metric]:
-        replicas = self._state.engine.replicas
+        replicas = self._engine.replicas
         if len(replicas) == 1:
             return
-        model = self._state.model_id
+        model = self._model_id
         each = [
             ({"model_name": model, "replica": str(place)}, replica)
             for place, replica in enumerate(replicas)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.replicas.replica_set import ReplicaSet
+from appliance.engine.process.replicas.replica_set import ReplicaSet, ServedEngine
 from appliance.engine.process.residency import Residency
 from appliance.errors import ConfigError
 from appliance.runtime import free_host_bytes, visible_gpus
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.process.replica import Replica
 
-ServedEngine = EngineClient | ReplicaSet
 MakeClient = Callable[..., EngineClient]
 
 

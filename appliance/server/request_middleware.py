@@ -15,11 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from appliance.errors import RequestError
-from appliance.server.anthropic.errors import PATH as ANTHROPIC_PATH
-from appliance.server.errors import REQUEST_ID, FramingError, error_response
+from appliance.server.errors import ANTHROPIC_PATH, REQUEST_ID, FramingError, error_response
 from appliance.server.keys import KeyCheck
 from appliance.server.origins import Origins, check_site
-from appliance.server.web_page import DOCUMENTS, FILES
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from appliance.server.key_ring import KeyRing
     from appliance.server.shared_metrics import SharedMetrics
 
-OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 PREFLIGHT_SECONDS = 600  # lifetime in browsers' caches
 
 _KEY_NAME = "key_name"  # key in a request's state
@@ -43,12 +40,23 @@ def key_name(scope: Scope) -> str:
 
 
 class RequestMiddleware:
-    """Checks every request, counts every response and gives it an id."""
+    """Checks every request, counts every response and gives it an id.
+
+    Args:
+        open_paths: those that need no key.
+    """
 
     def __init__(
-        self, app: ASGIApp, *, config: ServerConfig, keys: KeyRing, metrics: SharedMetrics
+        self,
+        app: ASGIApp,
+        *,
+        config: ServerConfig,
+        keys: KeyRing,
+        metrics: SharedMetrics,
+        open_paths: frozenset[str],
     ) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._metrics = metrics
         self._origins = Origins(config)
         self._keys = KeyCheck(keys)
@@ -85,7 +93,7 @@ class RequestMiddleware:
             if foreign is not None and _is_preflight(scope, headers):
                 await _preflight(headers)(scope, receive, send_with_id)
                 return
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in self._open_paths:
                 if foreign is None:
                     check_site(headers.getlist("sec-fetch-site"))
                 given = (

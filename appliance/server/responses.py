@@ -7,30 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-
-class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens by source."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    """Output tokens by purpose, and drafted ones by outcome."""
-
-    reasoning_tokens: int | UnsetType = UNSET  # in thoughts, if the model can think or call
-    # Of speculative decoding, if any.
-    accepted_prediction_tokens: int | UnsetType = UNSET
-    rejected_prediction_tokens: int | UnsetType = UNSET
-
-
-class Usage(msgspec.Struct):
-    """Token counts of one request; prompts count once for any `n`."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+from appliance.server.exchange import Usage
 
 
 class TopLogprob(msgspec.Struct):

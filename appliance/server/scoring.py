@@ -13,16 +13,10 @@ from appliance.errors import RequestError
 from appliance.server.answer import Answer
 from appliance.server.answer_size import check_answer
 from appliance.server.completions import completion_logprobs
-from appliance.server.exchange import Exchange
+from appliance.server.exchange import Exchange, PromptTokensDetails, Usage
 from appliance.server.grammars import grammar_of
 from appliance.server.prompt import prompt_text
-from appliance.server.responses import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    PromptTokensDetails,
-    Usage,
-)
+from appliance.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from appliance.server.sampling import completion_budget
 from appliance.server.terms import Terms
 

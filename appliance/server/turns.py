@@ -13,7 +13,6 @@ from appliance.server.tools import Fields, Offer, Tools, allowed
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
-    from appliance.server.retrieval.schema import TokenizeRequest
     from appliance.server.schema import (
         AllowedTool,
         ChatRequest,
@@ -52,13 +51,16 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return turns
 
 
-def ending_of(body: ChatRequest | TokenizeRequest) -> tuple[bool, bool | None]:
+def ending_of(begins: bool | None, continues: bool | None) -> tuple[bool, bool | None]:
     """Return how a chat's prompt ends: `Conversation.begins_answer` and `continues`.
+
+    Args:
+        begins: the body's `add_generation_prompt`.
+        continues: the body's `continue_final_message`.
 
     Raises:
         RequestError: the prompt would both continue the last turn and begin another.
     """
-    begins, continues = body.add_generation_prompt, body.continue_final_message
     if begins and continues:
         raise RequestError(
             "continue_final_message continues the last turn, and add_generation_prompt begins "

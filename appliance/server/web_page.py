@@ -32,6 +32,8 @@ FILES: Final = {
 }
 # The pages of /docs, also public: Markdown for each topic, and their names.
 DOCUMENTS: Final = ("/docs/topics.txt", *(f"/docs/{name}.md" for name in NAMES))
+# What needs no key.
+OPEN_PATHS: Final = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 HEADERS: Final = {
     # Scripts, styles and pictures come only from these files.
     "content-security-policy": (

@@ -13,8 +13,7 @@ from appliance.engine.nouns.request import FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.server.answer import MAX_TURN, Answer
 from appliance.server.completions import completion_frames
-from appliance.server.exchange import Exchange
-from appliance.server.responses import CompletionTokensDetails
+from appliance.server.exchange import CompletionTokensDetails, Exchange
 from appliance.server.stream_usage import StreamUsage
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from appliance.errors import AuthError
 from appliance.server.errors import ForbiddenError, TooManyWrongKeysError
 from appliance.server.keys import BURST, SECONDS_PER_GUESS, KeyCheck, WrongKeyLimit
 from appliance.server.origins import Origins, is_loopback
-from appliance.server.request_middleware import OPEN_PATHS
-from appliance.server.web_page import DOCUMENTS, FILES
+from appliance.server.web_page import DOCUMENTS, FILES, OPEN_PATHS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -135,7 +135,7 @@ async def test_what_asks_for_nothing_is_let_through(serve: Serve) -> None:
 async def test_a_grammar_that_takes_too_long_ends_its_process_alone(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("appliance.server.grammars.CPU_SECONDS", 0.001)
+    monkeypatch.setattr("appliance.server.grammar_checks.CPU_SECONDS", 0.001)
     async with serve() as running:
         body: dict[str, Any] = {"structured_outputs": {"regex": "(a)" * 60_000}}
         error = (await running.chat(**body)).json()["error"]

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.anthropic.answers import AnthropicMessage, InputTokens
-from appliance.server.anthropic.errors import NO_THREADS, PATH, AnthropicErrorBody
 from appliance.server.anthropic.messages import WIRE, message_frames, whole_message
 from appliance.server.anthropic.schema import (
     HARMLESS,
@@ -20,7 +19,13 @@ from appliance.server.anthropic.schema import (
 from appliance.server.anthropic.turns import tools_of, turns_of
 from appliance.server.body import body_size
 from appliance.server.conversation import Conversation, conversation
-from appliance.server.errors import json_response, request_id_of
+from appliance.server.errors import (
+    ANTHROPIC_PATH,
+    NO_THREADS,
+    AnthropicErrorBody,
+    json_response,
+    request_id_of,
+)
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.openapi import describes
@@ -38,7 +43,7 @@ def anthropic_router(server: ServerState) -> APIRouter:
     router = APIRouter()
     described = partial(describes, error=AnthropicErrorBody)
 
-    @router.post(PATH, **described(MessagesRequest, AnthropicMessage, streams=True))
+    @router.post(ANTHROPIC_PATH, **described(MessagesRequest, AnthropicMessage, streams=True))
     async def messages(request: Request) -> Response:
         state, body = await take_body(
             server, request, MessagesRequest, UNSUPPORTED, HARMLESS, streams=True
@@ -71,7 +76,7 @@ def anthropic_router(server: ServerState) -> APIRouter:
 
         return await once_loaded(state, request, respond, streams=bool(body.stream), wire=WIRE)
 
-    @router.post(f"{PATH}/count_tokens", **described(CountRequest, InputTokens))
+    @router.post(f"{ANTHROPIC_PATH}/count_tokens", **described(CountRequest, InputTokens))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of the prompt that these messages make."""
         state, body = await take_body(server, request, CountRequest, UNSUPPORTED, HARMLESS)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from appliance.errors import RequestError, UnknownModelError
 from appliance.server.body import body_size
 from appliance.server.conversation import Conversation, conversation
-from appliance.server.errors import json_response, request_id_of
+from appliance.server.errors import OllamaErrorBody, json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import checked_grammar, schema_form
 from appliance.server.intake import begin_chat, once_loaded, submit, take_body, whole_response
@@ -29,7 +29,6 @@ from appliance.server.ollama.answers import (
     Shown,
     Tags,
 )
-from appliance.server.ollama.errors import OllamaErrorBody
 from appliance.server.ollama.lines import WIRE, LineStream, chat_line, generate_line, now
 from appliance.server.ollama.models import check_name, is_resident, running, shown, tag, thinks
 from appliance.server.ollama.schema import (

@@ -52,7 +52,7 @@ async def tokenized(state: ModelState, body: TokenizeRequest, owner: str, size: 
 
 async def _chat_ids(state: ModelState, body: TokenizeRequest, owner: str, size: int) -> list[int]:
     chat = ChatRequest(messages=body.messages or [], tools=body.tools)
-    begins_answer, continues = ending_of(body)
+    begins_answer, continues = ending_of(body.add_generation_prompt, body.continue_final_message)
     conversation = Conversation(
         sampling=chat,
         turns=partial(turns_of, chat.messages),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.process.client import EngineClient
 from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.open_requests import OpenRequests
 from appliance.engine.process.quarantine import Quarantine, mark_of
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.nouns.messages import EngineInfo, StepReport, Table, Vocabulary
     from appliance.engine.nouns.request import Request
-    from appliance.engine.process.client import EngineClient
     from appliance.engine.process.generation import Generation
     from appliance.engine.process.residency import Resident
     from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
@@ -266,3 +266,6 @@ class ReplicaSet(OpenRequests):
 
 def _say_nothing(stage: str, done: int, total: int) -> None:
     """Ignore progress: all replicas load the same, so one's is enough."""
+
+
+ServedEngine = EngineClient | ReplicaSet  # of one model
