@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "adapter_config.json"  # a folder that PEFT saved has it
 NAME = re.compile(r"[\w-][\w.-]{0,127}")  # neither a path nor a hidden file
-_LATEST = ":latest"  # Ollama's clients append it
+LATEST = ":latest"  # Ollama's clients append it
 
 
 class AdapterRegistry:
@@ -65,7 +65,7 @@ class AdapterRegistry:
         """
         if asked is None or asked == self._model_id:
             return None
-        for name in (asked, asked.removesuffix(_LATEST)):
+        for name in (asked, asked.removesuffix(LATEST)):
             own = name.removeprefix(f"{self._model_id}:")
             path = self._paths.get(own) or self._in_folder(own)
             if path is not None and (stamp := stamp_of(path)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from appliance.adapter_names import AdapterRegistry
+from appliance.adapter_names import LATEST, AdapterRegistry
 from appliance.api_keys import NO_KEY
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ApplianceError, EngineUnavailableError, UnknownModelError
@@ -301,8 +301,14 @@ class ModelState:
         return [alias for alias, name in self.server.aliases.items() if name == self.model_id]
 
     def has_name(self, name: str | None) -> bool:
-        """Return True if the name means this model or an adapter of it."""
-        if name is None or name == self.model_id or self.server.aliases.get(name) == self.model_id:
+        """Return True if the name means this model or an adapter of it, tagged or not.
+
+        Clients that list models as Ollama's may ask on any route, by the names of that list.
+        """
+        if name is None:
+            return True
+        names = (name, name.removesuffix(LATEST))
+        if any(self.model_id in (one, self.server.aliases.get(one)) for one in names):
             return True
         return self.adapters.find(name) is not None
 

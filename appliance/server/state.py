@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
     from appliance.server.model_state import ModelState
 
-LATEST = ":latest"  # Ollama's clients append it
 
 logger = logging.getLogger(__name__)
 
@@ -139,13 +138,6 @@ class ServerState:
         raise UnknownModelError(
             f"the model {name[:100]!r} is not served here; those that are: {known}"
         )
-
-    def find_tagged(self, name: str | None) -> ModelState:
-        """Return a model by name, with or without the tag that Ollama's clients append."""
-        try:
-            return self.find(name)
-        except UnknownModelError:
-            return self.find(None if name is None else name.removesuffix(LATEST))
 
     def check_room(self, owner: str) -> None:
         """Refuse a key's request if no model has room.

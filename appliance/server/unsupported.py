@@ -175,7 +175,9 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Table) -> None:
         if name == "options" and isinstance(value, dict):
             _refuse_options(value, table)
         elif not _asks_nothing(inner or first, value):
-            raise _foreign(name, known)
+            repeats = known != name and fields.get(known) == value  # the field that counts here
+            if not repeats:
+                raise _foreign(name, known)
 
 
 def _refuse_options(options: Mapping[str, Any], table: Table) -> None:

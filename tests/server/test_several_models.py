@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import ollama
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
@@ -157,6 +158,31 @@ async def test_an_unknown_name_is_told_all_that_are_served(serve: Serve) -> None
         shown = await running.http.post("/api/show", json={"model": "b:latest"})
         assert shown.status_code == 200
         assert states(running)["b"] == "ready", "what is asked about a model loads it"
+
+
+async def test_a_name_of_ollama_s_list_is_known_on_every_route(serve: Serve) -> None:
+    """VS Code's Copilot and goose list the models below /api and then ask OpenAI's route."""
+    aliases = {"gpt-x": "b"}
+    async with serve(others={"b": ""}, aliases=aliases, max_model_len=2048) as running:
+        async with ollama.AsyncClient(running.url) as client:
+            names = [one.model for one in (await client.list()).models]
+        assert names == ["echo:latest", "b:latest"]
+        text: dict[str, Any] = {"role": "user", "content": "hi"}
+        for name in (*names, "gpt-x:latest"):
+            assert name is not None
+            own = "echo" if name == names[0] else "b"
+            for path, body in (
+                ("/v1/chat/completions", {"messages": [text]}),
+                ("/v1/completions", {"prompt": "hi"}),
+                ("/v1/responses", {"input": "hi"}),
+                ("/v1/messages", {"messages": [text], "max_tokens": 4}),
+            ):
+                answer = await running.http.post(path, json={"model": name, **body})
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["model"] == own
+            assert (await running.openai.models.retrieve(name)).id == own
+        unknown = {"model": "c:latest", "prompt": "hi"}
+        assert (await running.http.post("/v1/completions", json=unknown)).status_code == 404
 
 
 async def test_a_dashboard_follows_the_model_at_work_and_lists_all(serve: Serve) -> None:

@@ -6,11 +6,10 @@ import hashlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from appliance.adapter_names import LATEST
 from appliance.engine.process.engine_state import EngineState
-from appliance.errors import UnknownModelError
 from appliance.server.ollama.answers import Details, RunningModel, Shown, Tag
 from appliance.server.ollama.lines import written
-from appliance.server.state import LATEST
 from appliance.tokenizer.fim import find_form
 
 if TYPE_CHECKING:
@@ -18,16 +17,6 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
 
 _NEVER = "9999-12-31T23:59:59Z"  # the model stays loaded
-
-
-def check_name(state: ModelState, name: str) -> str:
-    """Return a model's or adapter's name without Ollama's tag, or raise UnknownModelError."""
-    try:
-        state.check_model(name)
-    except UnknownModelError:
-        name = name.removesuffix(LATEST)
-        state.check_model(name)
-    return name
 
 
 def tag(state: ModelState) -> Tag:

@@ -30,7 +30,7 @@ from appliance.server.ollama.answers import (
     Tags,
 )
 from appliance.server.ollama.lines import WIRE, LineStream, chat_line, generate_line, now
-from appliance.server.ollama.models import check_name, is_resident, running, shown, tag, thinks
+from appliance.server.ollama.models import is_resident, running, shown, tag, thinks
 from appliance.server.ollama.schema import (
     HARMLESS,
     HARMLESS_FOR_VECTORS,
@@ -78,7 +78,7 @@ def ollama_router(server: ServerState) -> APIRouter:
     router = APIRouter()
     described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
 
-    take = partial(take_body, server, find=lambda name: server.find_tagged(name or ""))
+    take = partial(take_body, server, find=lambda name: server.find(name or ""))
 
     @router.post("/api/chat", **described(OllamaChatRequest, ChatLine, streams=True))
     async def chat(request: Request) -> Response:
@@ -248,7 +248,7 @@ def _sampling(state: ModelState, body: OllamaRequest) -> tuple[SamplingFields, i
     options = body.sampling_options
     most = int(options.num_predict or 0)
     sampling = sampling_of(options, stream=body.stream is not False)
-    sampling.model = check_name(state, body.model)
+    sampling.model = body.model
     return sampling, most if most > 0 else None
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from appliance.server.answer_size import FLOAT_BYTES
 from appliance.server.ollama.answers import Embedded
 from appliance.server.ollama.lines import NANOSECONDS
-from appliance.server.ollama.models import check_name
 from appliance.server.retrieval.embedding import (
     EmbeddingOptions,
     embed,
@@ -48,7 +47,7 @@ async def embedded(
         return Embedded(model=model, embeddings=[])
     wanted = EmbeddingOptions(
         with_prompt([*texts], recipe, None),
-        TermsFields(model=check_name(state, model)),
+        TermsFields(model=model),
         request.scope,
         param=param,
         dimensions=dimensions,
