@@ -1,7 +1,7 @@
 """What a body, a model or its answer costs grows as its size does, at every door.
 
 Each door gets inputs of n, 2n, 4n and 8n in shapes that Hypothesis makes. `APPLIANCE_TEST_COSTS=N`
-runs N shapes a door, and measures processor time as well: that is for quiet machines.
+runs N shapes a door.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def body(shape: Any, size: int) -> Callable[[], object]:
     return decode
 
 
-@door(st.tuples(st.lists(st.sampled_from(["", "a", 1]), min_size=1, max_size=3)), 500)
+@door(st.tuples(st.lists(st.sampled_from(["", "a", 1]), min_size=1, max_size=3)), 500, (["a"],))
 def token_and_text_lists(shape: Any, size: int) -> Callable[[], object]:
     prompts = list(islice(cycle(shape[0]), size))
     return lenient(lambda: _separate(prompts, "prompt"))
@@ -195,7 +195,7 @@ def heads(shape: Any, size: int) -> Callable[[], object]:
 # ---- messages of each protocol ----
 
 
-@door(st.tuples(NAMES, NAMES, st.booleans()), 60)
+@door(st.tuples(NAMES, NAMES, st.booleans()), 60, ("distinct", "distinct", True))
 def openai_messages(shape: Any, size: int) -> Callable[[], object]:
     calls, results, parts = shape
     given = [
@@ -209,7 +209,7 @@ def openai_messages(shape: Any, size: int) -> Callable[[], object]:
     return lenient(lambda: turns.turns_of(given))
 
 
-@door(st.tuples(NAMES, NAMES, st.booleans()), 60)
+@door(st.tuples(NAMES, NAMES, st.booleans()), 60, ("distinct", "distinct", True))
 def ollama_messages(shape: Any, size: int) -> Callable[[], object]:
     calls, results, apart = shape
     called = [
@@ -223,7 +223,11 @@ def ollama_messages(shape: Any, size: int) -> Callable[[], object]:
     return lenient(lambda: ollama_turns.turns_of(given))
 
 
-@door(st.tuples(NAMES, NAMES, st.sampled_from(["text", "thinking", "tool_use"])), 60)
+@door(
+    st.tuples(NAMES, NAMES, st.sampled_from(["text", "thinking", "tool_use"])),
+    60,
+    ("distinct", "distinct", "tool_use"),
+)
 def anthropic_messages(shape: Any, size: int) -> Callable[[], object]:
     calls, results, kind = shape
     blocks = [
@@ -275,21 +279,28 @@ def _items(kinds: list[str], kind: str, size: int) -> list[Item]:
     ]
 
 
-@door(st.tuples(_ITEMS, NAMES), 80)
+@door(
+    st.tuples(_ITEMS, NAMES),
+    80,
+    (["function_call", "function_call_output"], "distinct"),
+    (["reasoning"], "distinct"),
+)
 def responses_items(shape: Any, size: int) -> Callable[[], object]:
     items = [item for item in _items(shape[0], shape[1], size) if item.type != "item_reference"]
     return lenient(lambda: responses_turns.turns_of("Be brief.", b"[]", items))
 
 
-@door(st.tuples(_ITEMS, NAMES), 40)
+@door(st.tuples(_ITEMS, NAMES), 40, (["reasoning", "item_reference"], "distinct"))
 def response_store(shape: Any, size: int) -> Callable[[], object]:
-    """A conversation is kept, continued and named again."""
+    """A conversation is kept, continued and named again, its items by references too."""
+    kinds, kind = shape
+    new = [one for one in kinds if one != "item_reference"] or ["reasoning"]
 
     def chain() -> None:
         store = ResponseStore()
         for number in range(3):
             body = ResponsesRequest(
-                input=_items(shape[0], shape[1], size),
+                input=_items(kinds if number else new, kind, size),
                 previous_response_id=f"r{number - 1}" if number else None,
             )
             history = InputReader(store, "ann", body, max_bytes=10**6).read()
@@ -318,7 +329,9 @@ _TEXTS = st.lists(
 )
 
 
-@door(st.tuples(_TEXTS, st.booleans(), st.booleans()), 30)
+@door(
+    st.tuples(_TEXTS, st.booleans(), st.booleans()), 30, (["<|im_end|>", "word " * 20], False, True)
+)
 def template_and_tokenizer(shape: Any, size: int) -> Callable[[], object]:
     units, many, calls = shape
     whole = repeated(units, size * 4)
@@ -419,7 +432,15 @@ def _reader_door(form: Any) -> None:
         st.sampled_from([None, *KNOWN_MARKS]),
         st.booleans(),
     )
-    door(shapes, 150)(read)
+    # Calls that never end, character by character and at once: in a string, in the name, in a list.
+    text, name, _ = form.write("f", '{"a": "b"}').partition('"f"')
+    begun = (text + name).rpartition("f")[0]
+    endless = (
+        ([form.write("f", '{"a": "b"}').partition("b")[0], "word "], 1, True, None, False),
+        ([begun, "word "], 1, True, None, False),
+        ([form.write("f", '{"a": ["b"]}').partition("]")[0], ', "c"'], 7, True, None, False),
+    )
+    door(shapes, 150, *(endless if form in (learn.FORMS[0], learn.FORMS[9]) else ()))(read)
 
 
 for _form in learn.FORMS:
@@ -434,16 +455,17 @@ _PIECES: st.SearchStrategy[list[Part]] = st.lists(
 )
 
 
-@door(_PIECES, 200)
+@door(_PIECES, 200, [Content("word " * 40)], [Thought("word " * 40)])
 def parts_of_an_answer(shape: Any, size: int) -> Callable[[], object]:
     parts: list[Part] = [CallBegin("f"), *islice(cycle(shape), size)]
 
     def build() -> None:
         messages._blocks(parts)
-        output = OutputItems({}, {}, short_ids=False, carries=True)
-        for part in parts:
-            output.push(part)
-        output.close("completed")
+        for kinds in ({}, {"f": "custom"}):
+            output = OutputItems({}, kinds, short_ids=False, carries=True)
+            for part in parts:
+                output.push(part)
+            output.close("incomplete")
 
     return build
 

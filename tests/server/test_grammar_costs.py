@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from appliance.dialects import learn
 from appliance.dialects.constrain import may_call, must_call
 from appliance.dialects.dialect import Dialect
 from appliance.grammar.grammar import Grammar, canonical_schema
+from appliance.grammar.regular import regular
 from appliance.grammar.token_names import check_token_names
 from appliance.server.tools import Offer, Tools, allowed
 
@@ -40,7 +42,7 @@ _PARTS = st.recursive(
     max_leaves=5,
 )
 _WHERE = st.sampled_from(
-    ["properties", "required", "$defs", "oneOf", "oneOf of refs", "enum", "many"]
+    ["properties", "required", "$defs", "oneOf", "oneOf of refs", "enum", "many", "chain"]
 )
 
 
@@ -81,6 +83,16 @@ def schema_of(shape: Any, size: int) -> dict[str, Any]:
             schema["properties"] = dict.fromkeys(listed, several)
         case "enum":
             schema["properties"] = {"a": {"enum": listed}}
+        case "chain":
+            schema |= {"properties": {"a": {"$ref": "#/$defs/0"}}, "required": ["a"]}
+            schema["$defs"] = {
+                str(i): {
+                    "type": "object",
+                    "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}},
+                    "required": ["a"],
+                }
+                for i in range(size)
+            } | {str(size): part}
         case "many":
             schema["properties"] = {
                 name: {"type": "object", "properties": {"a": part}} for name in listed
@@ -93,7 +105,13 @@ def schema_of(shape: Any, size: int) -> dict[str, Any]:
 _SCHEMAS = st.tuples(_PARTS, _WHERE, st.booleans())
 
 
-@door(_SCHEMAS, 20, (True, "oneOf of refs", False), ({"$ref": "#"}, "properties", False))
+@door(
+    _SCHEMAS,
+    20,
+    (True, "oneOf of refs", False),
+    ({"$ref": "#"}, "properties", False),
+    ({"type": "string"}, "chain", True),
+)
 def schema(shape: Any, size: int) -> Callable[[], object]:
     given = schema_of(shape, size)
     return lenient(lambda: canonical_schema(given))
@@ -105,6 +123,10 @@ def schema(shape: Any, size: int) -> Callable[[], object]:
     *(
         ((part, "properties", False), form, True)
         for part in ({"type": "string"}, {"$ref": "#"})
+        for form in (learn.FORMS[1], learn.FORMS[-2])
+    ),
+    *(
+        (({"type": "string"}, "required", False), form, True)
         for form in (learn.FORMS[1], learn.FORMS[-2])
     ),
 )
@@ -168,7 +190,6 @@ _PIECES_OF_PATTERNS = st.lists(
     200,
     (["[^"], False),
     (["(?=a)"], True),
-    in_c=True,
 )
 def patterns(shape: Any, size: int) -> Callable[[], object]:
     pattern = "^" * shape[1] + halves(shape[0], size)
@@ -183,7 +204,7 @@ def patterns(shape: Any, size: int) -> Callable[[], object]:
     return make
 
 
-@door(UNITS, 2000, in_c=True)
+@door(UNITS, 2000)
 def names_of_tokens(shape: Any, size: int) -> Callable[[], object]:
     text = halves(shape, size)
     return lenient(lambda: check_token_names(text, {"<a>"}, 10))
@@ -199,6 +220,67 @@ def choices_and_expressions(shape: Any, size: int) -> Callable[[], object]:
         lenient(lambda: Grammar.schema_as_given("".join(texts)))()
 
     return make
+
+
+# ---- grammars of custom tools ----
+
+_RULES = st.sampled_from(
+    ["a", '"b"', "/[c-e]+/", "_f", "(g | h)", '["i"]*', "j~2..3", "// k\n", "l."]
+)
+
+
+def _grammar_of(shape: Any, size: int) -> str:
+    """Rules in a row, each of which names the next, the first or itself; or one long rule."""
+    pieces, where = shape
+    whole = " ".join(islice(cycle(pieces), size))
+    others = "".join(f"{name}: {pieces[0]}\n" for name in ("a", "g", "h", "j", "l", "_f"))
+    match where:
+        case "long":
+            return f"start: {whole}\n{others}"
+        case "choices":
+            return f"start: {whole.replace(' ', ' | ')}\n{others}"
+        case "nested":
+            return f"start: {'(' * size}{whole}{')' * size}\n{others}"
+        case "text":
+            return f'start: "{whole.replace(chr(34), "")}"\n'
+        case "ignored":
+            return "start: a\n" + others + f"%ignore {pieces[0]}\n" * size
+        case "doubled":
+            count = 2 * size.bit_length()
+            rules = [f"r{i}: r{i + 1} r{i + 1}\n" for i in range(count)]
+            return f"start: r0\n{''.join(rules)}r{count}: {pieces[0]}\n{others}"
+    following = {"first": "r0", "itself": "r{}", "next": "r{}"}[where]
+    rules = [
+        f"r{i}: {pieces[0]} | {following.format(i + (where == 'next'))}\n" for i in range(size)
+    ]
+    used = " ".join(f"r{i}" for i in range(size))
+    return f"start: {used}\n{others}{''.join(rules)}r{size}: {pieces[-1]}\n"
+
+
+@door(
+    st.tuples(
+        st.lists(_RULES, min_size=1, max_size=3),
+        st.sampled_from(
+            ["long", "choices", "nested", "text", "ignored", "doubled", "first", "itself", "next"]
+        ),
+    ),
+    20,
+    *((['"b"'], where) for where in ("long", "first", "next", "doubled")),
+)
+def custom_tools(shape: Any, size: int) -> Callable[[], object]:
+    grammar = _grammar_of(shape, size)
+    return lenient(lambda: regular(grammar))
+
+
+@door(
+    st.lists(st.sampled_from(["x ", '"y" ', "[^z]+ ", "( x ", ") ", "| ", "# w\n"]), min_size=1,
+             max_size=4),
+    20,
+)  # fmt: skip
+def gbnf(shape: Any, size: int) -> Callable[[], object]:
+    rules = "".join(f"x{i} ::= {repeated(shape, 20)}\n" for i in range(size))
+    text = f"root ::= x\nx ::= {repeated(shape, size)}\n{rules}"
+    return lenient(lambda: Grammar.lark(text))
 
 
 @pytest.mark.parametrize("name", DOORS)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import ApplianceError
 
+SECONDS, KNOWN_SECONDS = 0.02, 0.1  # of the processor, for the largest input of a shape
 SHAPES = int(os.environ.get("APPLIANCE_TEST_COSTS", "0"))
 Make = Callable[[Any, int], Callable[[], object]]
 
@@ -24,34 +25,31 @@ class Door(NamedTuple):
 
     Attributes:
         make: prepares a call from a shape and a size.
-        size: the smallest, at which a call takes some thousand instructions.
-        known: shapes to try in any case.
-        in_c: most of its work is in C, such as that of expressions: it is timed in any case.
+        size: the smallest, at which a call takes some hundred lines.
+        known: shapes to try in any case, with larger inputs.
     """
 
     shapes: st.SearchStrategy[Any]
     make: Make
     size: int
     known: tuple[Any, ...]
-    in_c: bool
 
-    def measure(self, shape: Any) -> None:
+    def measure(self, shape: Any, enough: float) -> None:
         self.make(shape, self.size)()  # what is made once, such as a compiled expression
-        timed = bool(SHAPES) or self.in_c
-        check_growth(lambda size: self.make(shape, size), self.size, timed=timed)
+        check_growth(lambda size: self.make(shape, size), self.size, enough)
 
 
 class Doors(dict[str, Door]):
     """Doors by name."""
 
     def door(
-        self, shapes: st.SearchStrategy[Any], size: int, *known: Any, in_c: bool = False
+        self, shapes: st.SearchStrategy[Any], size: int, *known: Any
     ) -> Callable[[Make], None]:
         """Register the function that follows."""
 
         def add(make: Make) -> None:
             name = make.__name__.strip("_").replace("_", " ")
-            self[name] = Door(shapes, make, size, known, in_c)
+            self[name] = Door(shapes, make, size, known)
 
         return add
 
@@ -59,10 +57,10 @@ class Doors(dict[str, Door]):
         """Measure known shapes and those that Hypothesis makes."""
         door = self[name]
         for shape in door.known:
-            door.measure(shape)
+            door.measure(shape, KNOWN_SECONDS)
 
         @settings(
-            max_examples=SHAPES or 3,
+            max_examples=SHAPES or 2,
             derandomize=not SHAPES,
             database=None,
             deadline=None,
@@ -71,7 +69,7 @@ class Doors(dict[str, Door]):
         )
         @given(door.shapes)
         def check(shape: Any) -> None:
-            door.measure(shape)
+            door.measure(shape, SECONDS)
 
         check()
 
