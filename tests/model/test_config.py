@@ -70,6 +70,32 @@ def test_yarn_says_for_how_many_tokens_it_is(rope: dict[str, Any], context: int)
     assert spec.context_length == context
 
 
+def test_yarn_takes_the_multiple_of_its_attention_factor_that_its_maker_gives() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B's; vLLM's rule, by which it makes the usual factor 1."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = spec_of(BASE | {"rope_scaling": yarn | {"attn_factor": 0.8782488562869419}})
+    assert rope.attention_layers[0].rope.attention_factor == pytest.approx(1.0, abs=1e-6)
+    linear = {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.5}
+    with pytest.raises(UnsupportedModelError, match=r"attn_factor = 0\.5"):
+        spec_of(BASE | {"rope_scaling": linear})
+
+
+def test_a_router_by_sigmoids_may_be_named_after_its_method() -> None:
+    """As in dots.llm1's settings; llama.cpp's converter takes it for sigmoids."""
+    experts = {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+    }
+    spec = spec_of(BASE | experts)
+    assert spec == spec_of(BASE | experts | {"scoring_func": "noaux_tc"})
+    with pytest.raises(UnsupportedModelError, match="scoring_func = 'softmax'"):
+        spec_of(BASE | experts | {"scoring_func": "softmax"})
+
+
 def test_rope_settings_per_layer_type_of_both_styles_mean_the_same() -> None:
     old = {
         "rope_theta": 2e6,

@@ -98,9 +98,11 @@ def read_experts(
     top_groups = config.integer("topk_group", 1 if groups == 1 else None) if grouped else 1
     if grouped:
         _check_groups(config, count, experts, top_k, groups, top_groups, best_of_group)
-    for name, usual in (("scoring_func", scoring.value), ("score_function", scoring.value)):
-        if config.text(name, usual) != usual:
-            raise config.refuse(name, usual)
+    # The method that chooses by sigmoids and a bias, which dots.llm1 names in the place of these.
+    same = (scoring.value, *(["noaux_tc"] if scoring is Scoring.SIGMOID else []))
+    for name in ("scoring_func", "score_function"):
+        if config.text(name, scoring.value) not in same:
+            raise config.refuse(name, scoring.value)
     router = Router(
         num_experts=experts,
         top_k=top_k,

@@ -189,6 +189,7 @@ RANGES: dict[str, Range] = {
     "short_factor": _FACTOR,
     "long_factor": _FACTOR,
     "attention_factor": _FACTOR,
+    "attn_factor": _FACTOR,
     "rope.scaling.attn_factor": _FACTOR,
     "beta_fast": _FACTOR,
     "beta_slow": _FACTOR,

@@ -129,7 +129,8 @@ def scaled_rope(
         section.number("factor")  # which its class wants, though it has no effect
     # Qwen3-Omni says twice how images' positions lie; alone it is another model's order of pairs.
     is_of_images = section.is_given("mrope_interleaved") and section.is_given("mrope_section")
-    section.refuse_unknown(_KNOWN_KEYS | ({"interleaved"} if is_of_images else frozenset()))
+    more = {"interleaved"} if is_of_images else set()
+    section.refuse_unknown(_KNOWN_KEYS | more | ({"attn_factor"} if kind == "yarn" else set()))
     share = section.number("partial_rotary_factor", share)
     if share != 1.0 and not partial and kind != "proportional":
         owner = section if "partial_rotary_factor" in section else config
@@ -190,6 +191,8 @@ def _yarn(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[
     usual = _yarn_attention(factor, 1.0)
     if scale and scale_all:  # 0 counts as none, as Devstral 2 has it
         usual = _yarn_attention(factor, scale) / _yarn_attention(factor, scale_all)
+    # vLLM's name for a multiple of the usual factor; DeepSeek's R1 distill of Qwen 3 has it.
+    usual *= section.number("attn_factor", 1.0)
     return {
         "factor": factor,
         "original_context": original,

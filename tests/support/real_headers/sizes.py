@@ -144,6 +144,9 @@ class _Text:
             value = self._old.get(key)
             if isinstance(value, list) and value and value[0] < _MOST_LAYERS:
                 count = max(count, value[0] + 1)
+        linear = self._old.get("linear_attn_config")  # of Kimi, whose layers count from 1
+        if isinstance(linear, dict) and linear.get("full_attn_layers"):
+            count = max(count, min(linear["full_attn_layers"]))
         count = min(count, old)
         if shared := self._old.get("num_kv_shared_layers"):
             period = count
@@ -154,6 +157,9 @@ class _Text:
         for key, value in lists.items():
             short = list(value[:count]) + ([] if key == "hybrid_override_pattern" else value[old:])
             self._new[key] = "".join(short) if isinstance(self._old[key], str) else short
+        for key in ("full_attn_layers", "kda_layers"):
+            if isinstance(linear, dict) and isinstance(linear.get(key), list):
+                self._new["linear_attn_config"][key] = [i for i in linear[key] if i <= count]
         for section in self._new.values():
             if isinstance(section, dict):  # of the sparse layers of MiniMax M3
                 _cut_lists(section, old, count)

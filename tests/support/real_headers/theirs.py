@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,10 @@ def config_of(config: dict[str, Any], folder: Path) -> Any:
     length = "original_max_position_embeddings"
     if length in plain and plain.get("rope_scaling"):  # where the class looks for it
         plain["rope_scaling"] = {length: plain[length], **plain["rope_scaling"]}
+    rope = plain.get("rope_scaling") or {}
+    if multiple := rope.get("attn_factor"):  # as vLLM reads it; the class passes over the key
+        usual = 0.1 * math.log(rope["factor"]) + 1
+        plain["rope_scaling"] = {**rope, "attention_factor": multiple * usual}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(plain))
     found = transformers.AutoConfig.from_pretrained(folder)
