@@ -8,10 +8,12 @@ import shlex
 from appliance.connect.recipe import Connection, Recipe, SetupStep, as_literal
 
 _QUESTION = "Hello!"
+_LIMIT = 1000  # tokens of the answer: a small model may find no end by itself
 
 
 def _curl(to: Connection) -> tuple[SetupStep, ...]:
-    body = {"model": to.model, "messages": [{"role": "user", "content": _QUESTION}]}
+    question = {"role": "user", "content": _QUESTION}
+    body = {"model": to.model, "messages": [question], "max_completion_tokens": _LIMIT}
     key = [f"-H {shlex.quote(f'Authorization: Bearer {to.key}')}"] if to.key else []
     lines = [
         f"curl {shlex.quote(f'{to.api}/chat/completions')}",
@@ -30,6 +32,7 @@ client = OpenAI(base_url={as_literal(to.api)}, api_key={as_literal(to.key_to_sen
 answer = client.chat.completions.create(
     model={as_literal(to.model)},
     messages=[{{"role": "user", "content": {as_literal(_QUESTION)}}}],
+    max_completion_tokens={_LIMIT},
 )
 print(answer.choices[0].message.content)"""
     return _python_steps("openai", code)
@@ -46,6 +49,7 @@ const client = new OpenAI({{
 const answer = await client.chat.completions.create({{
   model: {as_literal(to.model)},
   messages: [{{ role: "user", content: {as_literal(_QUESTION)} }}],
+  max_completion_tokens: {_LIMIT},
 }});
 console.log(answer.choices[0].message.content);"""
     step = SetupStep("In a file that ends with .mjs:", code, "javascript", "chat.mjs")
@@ -59,7 +63,7 @@ from anthropic import Anthropic
 client = Anthropic(base_url={as_literal(to.url)}, api_key={as_literal(to.key_to_send)})
 answer = client.messages.create(
     model={as_literal(to.model)},
-    max_tokens=500,
+    max_tokens={_LIMIT},
     messages=[{{"role": "user", "content": {as_literal(_QUESTION)}}}],
 )
 print(answer.content[0].text)"""

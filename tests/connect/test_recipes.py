@@ -131,6 +131,12 @@ def test_limits_are_the_servers() -> None:
     assert "limit" not in RECIPES["opencode"].steps(PLAIN)[0].code
 
 
+@pytest.mark.parametrize("name", ["curl", "python", "javascript", "anthropic"])
+def test_a_program_limits_its_answer(name: str) -> None:
+    """SmolLM2 once answered a printed greeting with 7,458 tokens."""
+    assert re.search(r'max_(completion_)?tokens"?[:=] ?1000\b', RECIPES[name].code(PLAIN))
+
+
 def test_litellms_proxy_gets_a_key() -> None:
     """LiteLLM 1.108's proxy ends at once without `general_settings.master_key`."""
     (settings, *_) = RECIPES["litellm"].steps(PLAIN)
