@@ -34,6 +34,8 @@ CALLS += [
     )
     if not (call.body or {})["stream"] or "use_beam_search" not in several  # those come whole
 ]
+# Answers that another client could get, too.
+CALLS += [replace(call, again=True) for call in CALLS if "stream" in (call.body or {})][:2]
 GENERATES = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/api/chat", "/api/generate"),
@@ -45,7 +47,8 @@ class Asked:
     """A request whose client can go away; its answer must then end by itself."""
 
     def __init__(self, running: Running, call: Call) -> None:
-        self._client = client = Client(call, {})
+        headers = {"idempotency-key": str(id(self))} if call.again else {}
+        self._client = client = Client(call, headers)
         self.task = asyncio.ensure_future(running.app(client.scope, client.receive, client.send))
 
     def is_there_or_done(self, is_there: Callable[[], bool]) -> bool:

@@ -37,10 +37,13 @@ if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve
 
 HOUSE = f"{Path(appliance.__file__).parent}/"
-ROOMS = ("server/", "tokenizer/", "dialects/", "output.py", "best_of.py", "stop_pieces.py")
+ROOMS = (
+    *("server/", "tokenizer/", "dialects/", "output.py", "best_of.py", "stop_pieces.py"),
+    "engine/process/client.py",
+)
 BEGINNING = bytes((dis.opmap["RESUME"], 0))  # the instruction at a function's beginning
 # Not a stage of the request: its clean-up itself, and what the engine's reports call.
-ELSEWHERE = {"__exit__", "__aexit__", "data_received"}
+ELSEWHERE = {"__exit__", "__aexit__", "forget", "data_received"}
 CALLS = [
     call
     for call in every_call(create_app(ServerState(ServerConfig())))
