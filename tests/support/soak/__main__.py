@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,8 @@ def report(name: str, run: Callable[[], dict[str, Any]]) -> bool:
 def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # of this process and the server
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs, and what `nohup`
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # starts, inherit that these are ignored
     names = [*trials(1.0, Path()), *OWN]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
