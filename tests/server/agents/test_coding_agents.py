@@ -11,8 +11,10 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fetched import agent, python_clients
@@ -123,6 +125,69 @@ async def test_claude_code_edits_a_file(play: Play, project: Path, home: Path) -
             **quiet,
             **dict(word.split("=", 1) for word in words),
         )
+        assert "It is 42 now." in said
+        await until(running.idle)
+    assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
+
+
+def _continue(to: Connection, home: Path) -> tuple[list[str | Path], dict[str, str]]:
+    (step, *_) = RECIPES["continue"].steps(to)
+    config = home / "config.yaml"
+    config.write_text(step.code)
+    return [agent("cn"), "--config", config, "--auto", "-p", "Mend the number"], {}
+
+
+def _qwen(to: Connection, home: Path) -> tuple[list[str | Path], dict[str, str]]:
+    environment = {
+        "OPENAI_BASE_URL": to.api,
+        "OPENAI_API_KEY": to.key_to_send,
+        "OPENAI_MODEL": to.model,
+    }
+    return [agent("qwen"), "--auth-type", "openai", "-y", "-p", "Mend the number"], environment
+
+
+def _pi(to: Connection, home: Path, protocol: str) -> tuple[list[str | Path], dict[str, str]]:
+    model = {
+        "id": to.model, "name": to.model, "reasoning": True, "input": ["text"],
+        "contextWindow": 100_000, "maxTokens": 4000,
+        "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
+    }  # fmt: skip
+    provider = {
+        "baseUrl": to.url if protocol.startswith("anthropic") else to.api,
+        "api": protocol,
+        "apiKey": to.key_to_send,
+        "models": [model],
+    }
+    folder = home / ".pi" / "agent"
+    folder.mkdir(parents=True)
+    (folder / "models.json").write_text(json.dumps({"providers": {"home": provider}}))
+    return [agent("pi"), "--provider", "home", "--model", to.model, "-p", "Mend the number"], {}
+
+
+@pytest.mark.parametrize(
+    ("start", "tool"),
+    [
+        (_continue, "Bash"),
+        (_qwen, "run_shell_command"),
+        (partial(_pi, protocol="openai-completions"), "bash"),
+        (partial(_pi, protocol="openai-responses"), "bash"),
+        (partial(_pi, protocol="anthropic-messages"), "bash"),
+    ],
+)
+async def test_an_agent_edits_a_file_by_its_shell(
+    play: Play, project: Path, home: Path, start: Callable[..., Any], tool: str
+) -> None:
+    edit = "sed -i s/17/42/ number.txt && echo edited: $(cat number.txt)"
+    arguments: dict[str, Any] = {"command": edit, "description": "Mends the number"}
+    if tool == "run_shell_command":
+        arguments |= {"is_background": False}
+    rules: Rules = [
+        {"contains": [f"edited: {OUTCOME}"], "says": "It is 42 now."},
+        {"contains": ["Mend the number", f'"{tool}"'], "says": call(tool, **arguments)},
+    ]
+    async with play(rules) as running:
+        command, environment = start(Connection(running.url, "echo"), home)
+        said = await run(command, project, home, **environment)
         assert "It is 42 now." in said
         await until(running.idle)
     assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
