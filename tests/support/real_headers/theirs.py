@@ -93,7 +93,8 @@ def class_of(config: dict[str, Any]) -> Any:
         if is_own_type or found.config_class is CONFIG_MAPPING[model_type]:
             return found
         # A text whose class is another type's has settings of its own: InternLM 3 is a Llama.
-        if not CONFIG_MAPPING[model_type].sub_configs:
+        is_its_own = name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        if is_its_own and not CONFIG_MAPPING[model_type].sub_configs:
             return found
     raise NoClassError(f"model_type {model_type!r}, architectures {config.get('architectures')}")
 
