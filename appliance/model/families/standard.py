@@ -219,8 +219,12 @@ def read_activation(
 
 
 def read_window(config: ConfigReader) -> int | None:
-    """Read `sliding_window`; none if null or 0."""
-    return config.optional_integer("sliding_window")
+    """Read `sliding_window`; none if null.
+
+    0 is refused: transformers' classes fail with it, and makers write null.
+    """
+    is_null = config.value("sliding_window") is None
+    return None if is_null else config.integer("sliding_window")
 
 
 def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
