@@ -102,8 +102,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
         "model.source", "model.encoder", "model.leftovers", "model.families", "engine.memory.plan",
         "engine.encoder.encoder_execution", "engine.load.memory_request", "retrieval_recipe",
-        "engine.nouns.sampling_params", "quant.quality.card", "server.gpu", "server.listener",
-        "tui.server", "checkpoint", "gguf", "tokenizer", "llm",
+        "engine.nouns.sampling_params", "quant.quality.card", "server.metrics.gpu",
+        "server.http.listener", "tui.server", "checkpoint", "gguf", "tokenizer", "llm",
     },
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",
@@ -120,12 +120,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli", "engine.process.launch"},
 }  # fmt: skip
 
-# The folders of the engine and the files beside them, lowest first: each may import itself and
-# those before it, also lazily and for types, so that no circle spans two.
-ENGINE_ROOMS = [
-    *("nouns", "blocks", "tiers", "scheduling", "grammars", "speculation", "run", "devices"),
-    *("served_model", "memory", "ranks", "encoder", "engine", "load", "process"),
-]
+# The folders of a unit and the files beside them, lowest first: each may import itself and those
+# before it, also lazily and for types, so that no circle spans two.
+ROOMS = {
+    "engine": [
+        *("nouns", "blocks", "tiers", "scheduling", "grammars", "speculation", "run", "devices"),
+        *("served_model", "memory", "ranks", "encoder", "engine", "load", "process"),
+    ],
+    "server": [
+        *("metrics", "http", "models", "requests", "openai", "retrieval", "openai_responses"),
+        *("anthropic", "ollama", "own_model", "dashboard", "health", "app", "web_server"),
+        *("api_server", "serve"),
+    ],
+}
 
 # Run while the package is being built, when nothing is installed but setuptools.
 BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
@@ -227,28 +234,31 @@ def lineage(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def test_the_engines_rooms_import_only_downwards() -> None:
+@pytest.mark.parametrize("unit", ROOMS)
+def test_rooms_import_only_downwards(unit: str) -> None:
     def room(name: str) -> int:
-        return ENGINE_ROOMS.index(name.split(".")[1])
+        return ROOMS[unit].index(name.split(".")[1])
 
     wrong = [
         f"{name} may not import {imported}"
         for name in modules()
-        if name.startswith("engine.")
+        if name.startswith(f"{unit}.")
         for imported in imports_of(modules()[name])
-        if within(imported, "engine") and room(imported) > room(name)
+        if imported.startswith(f"{unit}.") and room(imported) > room(name)
     ]
     assert not wrong
 
 
-def test_the_engines_rooms_are_what_its_folder_shows() -> None:
-    rooms = {name.split(".")[1] for name in modules() if name.startswith("engine.")}
-    assert rooms == {*ENGINE_ROOMS}
+@pytest.mark.parametrize("unit", ROOMS)
+def test_rooms_are_what_the_folder_shows(unit: str) -> None:
+    rooms = {name.split(".")[1] for name in modules() if name.startswith(f"{unit}.")}
+    assert rooms == {*ROOMS[unit]}
 
 
-def test_the_page_names_the_engines_rooms_in_their_order() -> None:
+@pytest.mark.parametrize("unit", ROOMS)
+def test_the_page_names_the_rooms_in_their_order(unit: str) -> None:
     page = (ROOT / "appliance" / "docs" / "architecture.md").read_text()
-    assert " < ".join(f"`{room}`" for room in ENGINE_ROOMS) in page
+    assert " < ".join(f"`{room}`" for room in ROOMS[unit]) in page
 
 
 def test_files_stay_small() -> None:

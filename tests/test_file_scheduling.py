@@ -19,7 +19,7 @@ def test_a_unit_is_a_file_or_what_one_child_runs_or_a_long_test() -> None:
     assert unit_of(f"{COPY}[sm_86-int8]") == f"{ONE_UNIT}/test_block_copy.py"
     assert unit_of(f"{ONCE}[awq]") == f"{ONCE}[awq]"
     assert unit_of(f"{CLIENTS}/test_node.py::test_it") == CLIENTS
-    assert unit_of("tests/server/test_docs_in_browser.py::test_it") == IN_BROWSER
+    assert unit_of("tests/server/dashboard/test_docs_in_browser.py::test_it") == IN_BROWSER
 
 
 def test_what_is_named_is_there(pytestconfig: pytest.Config) -> None:

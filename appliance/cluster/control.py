@@ -10,7 +10,7 @@ from appliance.cluster.node_facts import agreed
 from appliance.cluster.placement import place
 from appliance.config import known_keys, local_url
 from appliance.errors import ConfigError, EngineError
-from appliance.server.listener import bind
+from appliance.server.http.listener import bind
 
 if TYPE_CHECKING:
     from appliance.cluster.deployments import ReplicaReport

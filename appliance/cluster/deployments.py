@@ -24,7 +24,7 @@ from appliance.errors import EngineError
 from appliance.found_model import find_model_of
 from appliance.long_lived import start_task
 from appliance.runtime import free_host_bytes
-from appliance.server.model_state import ModelToServe
+from appliance.server.models.model_state import ModelToServe
 from appliance.server.serve import opened_server
 
 if TYPE_CHECKING:

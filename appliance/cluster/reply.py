@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.server.anthropic.messages import WIRE as ANTHROPIC_WIRE
-from appliance.server.errors import ANTHROPIC_PATH, OLLAMA_PREFIX, error_body, error_response
-from appliance.server.frames import SERVER_SENT_EVENTS
+from appliance.server.http.errors import ANTHROPIC_PATH, OLLAMA_PREFIX, error_body, error_response
+from appliance.server.http.frames import SERVER_SENT_EVENTS
 from appliance.server.ollama.lines import WIRE as OLLAMA_WIRE
 
 if TYPE_CHECKING:

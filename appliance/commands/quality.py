@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, QualityError
 from appliance.events import QualityFact
-from appliance.server.quality import ServedCard
+from appliance.server.metrics.quality import ServedCard
 
 if TYPE_CHECKING:
     from pathlib import Path

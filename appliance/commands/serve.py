@@ -107,7 +107,7 @@ def _run(
     from appliance.hub.growth import ignore_progress
     from appliance.progress import ProgressLine
     from appliance.server.api_server import none_can_be_had
-    from appliance.server.model_state import MissingModel, ModelToServe
+    from appliance.server.models.model_state import MissingModel, ModelToServe
     from appliance.server.serve import run_server
     from appliance.service.notice import ServiceNotice
 

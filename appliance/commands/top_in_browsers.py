@@ -18,10 +18,10 @@ def show_in_browsers(
         ConfigError: the extra is not installed, or the address is taken.
     """
     from appliance.config import ServerConfig
-    from appliance.server.listener import bind, url_of
+    from appliance.server.http.listener import bind, url_of
 
     try:
-        from appliance.server.web_dashboard import WebDashboard
+        from appliance.server.dashboard.web_dashboard import WebDashboard
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--web needs {error.name}; install it with: pip install 'appliance[web]'"

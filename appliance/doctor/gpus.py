@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.doctor.finding import Finding, Grade, Scope, show_gib
-from appliance.server.gpu import GpuProbe, ask, open_nvml
+from appliance.server.metrics.gpu import GpuProbe, ask, open_nvml
 
 if TYPE_CHECKING:
     from appliance.events import Gpu

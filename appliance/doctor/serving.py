@@ -31,7 +31,7 @@ _START = "start one with `appliance serve`, or name another with --url"
 
 def check_port(scope: Scope) -> Iterator[Finding]:
     """Listen on the configured address for a moment, if it is free."""
-    from appliance.server.listener import bind
+    from appliance.server.http.listener import bind
 
     where = f"{scope.server.host} port {scope.server.port}"
     try:

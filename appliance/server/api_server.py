@@ -14,7 +14,7 @@ import msgspec
 
 from appliance.errors import ApplianceError, EngineUnavailableError, ModelError
 from appliance.long_lived import start_task
-from appliance.server.listener import url_of
+from appliance.server.http.listener import url_of
 
 if TYPE_CHECKING:
     import socket
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.sampling_defaults import SamplingDefaults
-    from appliance.server.certificate import Certificate
-    from appliance.server.state import ServerState
+    from appliance.server.http.certificate import Certificate
+    from appliance.server.models.state import ServerState
     from appliance.server.web_server import WebServer
     from appliance.service.notice import ServiceNotice
 

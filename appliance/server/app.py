@@ -10,26 +10,26 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
 from appliance.errors import ApplianceError
-from appliance.server import openapi
-from appliance.server.access_log import AccessLog
-from appliance.server.adapters import adapters_router
-from appliance.server.admin import admin_router
 from appliance.server.anthropic.routes import anthropic_router
-from appliance.server.client_gone import ClientGoneError
-from appliance.server.engine_metrics import EngineCollector
-from appliance.server.errors import error_response
+from appliance.server.dashboard.admin import admin_router
+from appliance.server.dashboard.web_page import OPEN_PATHS, web_page_router
 from appliance.server.health import health_router
-from appliance.server.idempotency import Idempotency
-from appliance.server.machine_metrics import MachineCollector
+from appliance.server.http import openapi
+from appliance.server.http.access_log import AccessLog
+from appliance.server.http.client_gone import ClientGoneError
+from appliance.server.http.errors import error_response
+from appliance.server.http.idempotency import Idempotency
+from appliance.server.http.proxies import Proxies, root_path
+from appliance.server.http.request_middleware import RequestMiddleware
+from appliance.server.metrics.engine_metrics import EngineCollector
+from appliance.server.metrics.machine_metrics import MachineCollector
+from appliance.server.metrics.rank_metrics import RankCollector
+from appliance.server.metrics.replica_metrics import ReplicaCollector
+from appliance.server.models.adapters import adapters_router
 from appliance.server.ollama.routes import MANAGING, ollama_router
-from appliance.server.openai import openai_router
+from appliance.server.openai.routes import openai_router
 from appliance.server.openai_responses.routes import responses_router
-from appliance.server.proxies import Proxies, root_path
-from appliance.server.rank_metrics import RankCollector
-from appliance.server.replica_metrics import ReplicaCollector
-from appliance.server.request_middleware import RequestMiddleware
 from appliance.server.retrieval.routes import retrieval_router
-from appliance.server.web_page import OPEN_PATHS, web_page_router
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from appliance.server.model_state import ModelState
-    from appliance.server.state import ServerState
+    from appliance.server.models.model_state import ModelState
+    from appliance.server.models.state import ServerState
 
 _LONGEST = 4  # names in a route's path
 

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from appliance.errors import EngineUnavailableError
-from appliance.server.errors import error_response, json_response
-from appliance.server.openapi import describes
+from appliance.server.http.errors import error_response, json_response
+from appliance.server.http.openapi import describes
 
 if TYPE_CHECKING:
-    from appliance.server.state import ServerState
+    from appliance.server.models.state import ServerState
 
 
 class Health(msgspec.Struct, omit_defaults=True):

@@ -15,14 +15,14 @@ from appliance.config import ServerConfig
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.errors import ModelError
-from appliance.server.body import decode_json
-from appliance.server.chat import chat_frames
-from appliance.server.chat_calls import ChatCalls
-from appliance.server.model_state import ModelState
-from appliance.server.openai_chat import answer_chat
-from appliance.server.schema import ChatRequest
-from appliance.server.state import ServerState
-from appliance.server.stream_usage import StreamUsage
+from appliance.server.http.body import decode_json
+from appliance.server.models.model_state import ModelState
+from appliance.server.models.state import ServerState
+from appliance.server.openai.chat import chat_frames
+from appliance.server.openai.chat_calls import ChatCalls
+from appliance.server.openai.openai_chat import answer_chat
+from appliance.server.openai.stream_usage import StreamUsage
+from appliance.server.requests.schema import ChatRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
-    from appliance.server.model_state import FoundModel
+    from appliance.server.models.model_state import FoundModel
 
 ResultT = TypeVar("ResultT")
 

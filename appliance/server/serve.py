@@ -14,11 +14,11 @@ from appliance.engine.process.client import EngineClient
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.log import RecentWarnings
 from appliance.server.api_server import ApiServer
-from appliance.server.certificate import Certificate
-from appliance.server.listener import bind
-from appliance.server.model_state import MissingModel, ModelState
-from appliance.server.replicas import Memories, make_engine
-from appliance.server.state import ServerState
+from appliance.server.http.certificate import Certificate
+from appliance.server.http.listener import bind
+from appliance.server.models.model_state import MissingModel, ModelState
+from appliance.server.models.replicas import Memories, make_engine
+from appliance.server.models.state import ServerState
 from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.residency import Residency
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.api_server import ReadyCallback
-    from appliance.server.model_state import FoundModel, ModelToServe
+    from appliance.server.models.model_state import FoundModel, ModelToServe
 
 
 def run_server(

@@ -11,14 +11,14 @@ import uvicorn
 
 from appliance.log import RepeatedWarningFilter
 from appliance.server.app import create_app
-from appliance.server.connection import protocol_of
+from appliance.server.http.connection import protocol_of
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-    from appliance.server.certificate import Certificate
-    from appliance.server.state import ServerState
+    from appliance.server.http.certificate import Certificate
+    from appliance.server.models.state import ServerState
 
 KEEP_ALIVE_SECONDS = 30  # for connections without a request
 _CLOSE_SECONDS = 2  # for responses that have just ended

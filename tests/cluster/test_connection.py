@@ -16,7 +16,7 @@ from appliance.cluster import control
 from appliance.cluster.connection import connected
 from appliance.config import ServerConfig
 from appliance.errors import ConfigError
-from appliance.server.listener import bind
+from appliance.server.http.listener import bind
 
 
 @pytest.fixture(autouse=True)

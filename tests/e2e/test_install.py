@@ -133,8 +133,8 @@ def test_the_wheel_holds_the_library_and_its_sources(
     assert {name for name in names if name.endswith(".so")} == {LIBRARY}
     written = {path.name for path in (sources / "kernels/cpu/src").iterdir()}
     assert {f"appliance/kernels/cpu/src/{name}" for name in written} <= names
-    pages = {path.name for path in (sources / "appliance/server/static").iterdir()}
-    assert {f"appliance/server/static/{name}" for name in pages} <= names
+    pages = {path.name for path in (sources / "appliance/server/dashboard/static").iterdir()}
+    assert {f"appliance/server/dashboard/static/{name}" for name in pages} <= names
     assert {f"appliance/monitoring/{name}" for name in FILES.values()} <= names
     loaded = python("-P", "-c", LOAD, PYTHONPATH=str(folder))
     assert loaded.strip() == f"{folder / LIBRARY} {structs.ABI}"

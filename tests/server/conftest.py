@@ -33,11 +33,11 @@ from appliance.engine.process.residency import Residency
 from appliance.engine.process.restarts import SupervisionLimits
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.app import create_app
-from appliance.server.connection import protocol_of
-from appliance.server.listener import bind, url_of
-from appliance.server.model_state import ModelState
-from appliance.server.replicas import Memories, make_engine
-from appliance.server.state import ServerState
+from appliance.server.http.connection import protocol_of
+from appliance.server.http.listener import bind, url_of
+from appliance.server.models.model_state import ModelState
+from appliance.server.models.replicas import Memories, make_engine
+from appliance.server.models.state import ServerState
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from appliance import log
 from appliance.config import load_settings, service_socket
 from appliance.errors import ApplianceError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
-from appliance.server import connection
-from appliance.server.model_state import ModelToServe
+from appliance.server.http import connection
+from appliance.server.models.model_state import ModelToServe
 from appliance.server.serve import run_server
 from appliance.service.notice import ServiceNotice
 

@@ -12,7 +12,7 @@ import pytest
 from waiting import LIMIT
 
 from appliance.errors import ConfigError
-from appliance.server.certificate import Certificate
+from appliance.server.http.certificate import Certificate
 from appliance.tui.server import Server
 from tests.server.test_serve import server
 

@@ -34,31 +34,27 @@ from appliance.engine.nouns.request import FinishReason
 from appliance.output import ChoiceText
 from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe
 from appliance.sampling_defaults import SamplingDefaults
-from appliance.server import turns
 from appliance.server.anthropic import messages
 from appliance.server.anthropic import turns as anthropic_turns
 from appliance.server.anthropic.schema import AnthropicTurn, ContentBlock, CountRequest
 from appliance.server.app import create_app
-from appliance.server.body import decode_json
+from appliance.server.http.body import decode_json
+from appliance.server.models.state import ServerState
 from appliance.server.ollama import turns as ollama_turns
 from appliance.server.ollama.schema import (
     CalledByName,
     OllamaCall,
     OllamaTurn,
 )
+from appliance.server.openai import turns
 from appliance.server.openai_responses import turns as responses_turns
 from appliance.server.openai_responses.history import InputReader
 from appliance.server.openai_responses.output import OutputItems
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
 from appliance.server.openai_responses.store import ResponseStore
-from appliance.server.prompt import _separate
-from appliance.server.retrieval.embedding import with_prompt
-from appliance.server.retrieval.relevance import encoded_pairs
-from appliance.server.retrieval.routes import _pairs
-from appliance.server.retrieval.schema import ScoreRequest
-from appliance.server.retrieval.vectors import embeddings_of
-from appliance.server.sampling import sampling_params
-from appliance.server.schema import (
+from appliance.server.requests.prompt import _separate
+from appliance.server.requests.sampling import sampling_params
+from appliance.server.requests.schema import (
     CalledFunction,
     ChatRequest,
     CompletionRequest,
@@ -66,7 +62,11 @@ from appliance.server.schema import (
     Message,
     ToolCall,
 )
-from appliance.server.state import ServerState
+from appliance.server.retrieval.embedding import with_prompt
+from appliance.server.retrieval.relevance import encoded_pairs
+from appliance.server.retrieval.routes import _pairs
+from appliance.server.retrieval.schema import ScoreRequest
+from appliance.server.retrieval.vectors import embeddings_of
 from appliance.tokenizer import ChatTemplate, StopStringMatcher, Tokenizer
 
 DOORS = Doors()

@@ -112,7 +112,7 @@ HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=LIMIT, backoff=0.01)
 
 
 async def test_a_step_that_hangs_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appliance.server.stream.KEEP_ALIVE_SECONDS", LIMIT)
+    monkeypatch.setattr("appliance.server.http.stream.KEEP_ALIVE_SECONDS", LIMIT)
     async with serve(limits=HASTY) as running:
         answer = await running.complete([HANG], stream=True)
         assert answer.status_code == 503, "nothing was sent yet, so the status still tells"
@@ -230,7 +230,7 @@ async def test_a_full_queue(serve: Serve) -> None:
 async def test_keep_alive_comments_while_waiting(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("appliance.server.stream.KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("appliance.server.http.stream.KEEP_ALIVE_SECONDS", 0.05)
     goes_on = tmp_path / "goes_on"
     async with serve(f"holds_at=32 until={goes_on}", max_num_batched_tokens=32) as running:
         body = {"prompt": "a" * 100, "max_tokens": 2, "stream": True}

@@ -17,7 +17,7 @@ from appliance.dialects.dialect import Dialect
 from appliance.grammar.grammar import Grammar, canonical_schema
 from appliance.grammar.regular import regular
 from appliance.grammar.token_names import check_token_names
-from appliance.server.tools import Offer, Tools, allowed
+from appliance.server.requests.tools import Offer, Tools, allowed
 
 DOORS = Doors()
 door = DOORS.door

@@ -20,7 +20,7 @@ def test_the_server_s_process_loads_neither_torch_nor_transformers() -> None:
         [sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     loaded = set(result.stdout.split())
-    assert {"appliance.server.serve", "appliance.server.admin"} <= loaded
+    assert {"appliance.server.serve", "appliance.server.dashboard.admin"} <= loaded
     heavy = {"torch", "transformers", "triton", "huggingface_hub", "safetensors"}
     assert not loaded & heavy
 

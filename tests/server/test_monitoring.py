@@ -16,8 +16,8 @@ from appliance.cli import app
 from appliance.docs import read
 from appliance.events import Gpu, Machine, QualityFact
 from appliance.monitoring import FILES, path_of
-from appliance.server.gpu import REASONS
-from appliance.server.quality import ServedCard
+from appliance.server.metrics.gpu import REASONS
+from appliance.server.metrics.quality import ServedCard
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve

@@ -26,7 +26,7 @@ from waiting import until
 import appliance
 from appliance.config import ServerConfig
 from appliance.server.app import create_app
-from appliance.server.state import ServerState
+from appliance.server.models.state import ServerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

@@ -10,7 +10,7 @@ import pytest
 from echo_templates import TOOLS
 from waiting import until
 
-from appliance.server import access_log
+from appliance.server.http import access_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

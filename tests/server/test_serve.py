@@ -20,7 +20,7 @@ from waiting import LIMIT, has_ended, wait_until
 
 from appliance.config import ServerConfig
 from appliance.errors import ConfigError
-from appliance.server.listener import bind, url_of
+from appliance.server.http.listener import bind, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

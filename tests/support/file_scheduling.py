@@ -17,7 +17,7 @@ ONE_UNIT = "tests/kernels/executed"
 # All its files ask one server, which each worker with one of them would start.
 CLIENTS = "tests/e2e/clients"
 # Files that share a browser, of which each worker with one of them would start its own.
-IN_BROWSER = "tests/server/test_page_in_browser.py"
+IN_BROWSER = "tests/server/dashboard/test_page_in_browser.py"
 # Their tests are units of their own.
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
 # Seconds of one of three workers on two processors, waits included; of executed kernels when their
@@ -38,7 +38,7 @@ SECONDS = {
     "tests/tui/test_snapshots.py": 28,
     "tests/kernels/executed/test_engine.py": 28,
     "tests/bench/test_gpu_trial.py": 27,
-    "tests/server/test_web_dashboard.py": 27,
+    "tests/server/dashboard/test_web_dashboard.py": 27,
     "tests/quant/run/test_resume.py": 26,
     "tests/engine/ranks/test_engine.py": 24,
     "tests/kernels/executed/test_compiled_once.py": 24,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tests.server.test_ranks import RANKS
+from tests.server.metrics.test_ranks import RANKS
 from tests.tui.conftest import FREE, INFO, STATS, Answer, EventServer, snapshot
 from tests.tui.piloting import LARGE, dashboard, screen_text, shown
 

@@ -30,15 +30,15 @@ from appliance.server.anthropic.answers import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from appliance.server.frames import FrameTemplate, Wire, event_frame
-from appliance.server.tools import arguments_of
+from appliance.server.http.frames import FrameTemplate, Wire, event_frame
+from appliance.server.requests.tools import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.server.answer import Answer
-    from appliance.server.exchange import Exchange
-    from appliance.server.pieces import FinishedChoice, Piece
+    from appliance.server.requests.answer import Answer
+    from appliance.server.requests.exchange import Exchange
+    from appliance.server.requests.pieces import FinishedChoice, Piece
 
 _MARK = FrameTemplate.MARK
 

@@ -17,26 +17,26 @@ from appliance.server.anthropic.schema import (
     MessagesRequest,
 )
 from appliance.server.anthropic.turns import tools_of, turns_of
-from appliance.server.body import body_size
-from appliance.server.conversation import Conversation, conversation
-from appliance.server.errors import (
+from appliance.server.http.body import body_size
+from appliance.server.http.errors import (
     ANTHROPIC_PATH,
     NO_THREADS,
     AnthropicErrorBody,
     json_response,
     request_id_of,
 )
-from appliance.server.grammars import schema_form
-from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
-from appliance.server.openapi import describes
-from appliance.server.prompt import chat_prompt
-from appliance.server.request_middleware import key_name
-from appliance.server.schema import SamplingFields
-from appliance.server.stream import EventStream
-from appliance.server.thinking import template_options
+from appliance.server.http.openapi import describes
+from appliance.server.http.request_middleware import key_name
+from appliance.server.http.stream import EventStream
+from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.grammars import schema_form
+from appliance.server.requests.intake import begin_chat, once_loaded, take_body, whole_response
+from appliance.server.requests.prompt import chat_prompt
+from appliance.server.requests.schema import SamplingFields
+from appliance.server.requests.thinking import template_options
 
 if TYPE_CHECKING:
-    from appliance.server.state import ServerState
+    from appliance.server.models.state import ServerState
 
 
 def anthropic_router(server: ServerState) -> APIRouter:

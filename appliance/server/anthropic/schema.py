@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.nouns.sampling_params import MAX_STOP_STRINGS
-from appliance.server.schema import MAX_TOKENS, Count, Effort, StopString
-from appliance.server.unsupported import Table, foreign
+from appliance.server.requests.schema import MAX_TOKENS, Count, Effort, StopString
+from appliance.server.requests.unsupported import Table, foreign
 
 # Accepted without effect: prompts are always cached and never edited.
 HARMLESS = {

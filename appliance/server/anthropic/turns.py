@@ -16,7 +16,7 @@ from appliance.server.anthropic.blocks import (
 )
 from appliance.server.anthropic.client_tools import client_tool
 from appliance.server.anthropic.schema import ContentBlock
-from appliance.server.tools import Offer, Tools
+from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:

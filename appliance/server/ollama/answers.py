@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from appliance.server.responses import TokenLogprob
+from appliance.server.openai.answers import TokenLogprob
 
 
 class AnsweredFunction(msgspec.Struct, kw_only=True):

@@ -11,8 +11,7 @@ from msgspec import UNSET
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.engine.nouns.request import FinishReason
-from appliance.server.chat_logprobs import chat_logprobs
-from appliance.server.frames import Wire
+from appliance.server.http.frames import Wire
 from appliance.server.ollama.answers import (
     AnsweredFunction,
     ChatLine,
@@ -20,15 +19,16 @@ from appliance.server.ollama.answers import (
     OllamaAnsweredCall,
     OllamaMessage,
 )
-from appliance.server.tools import arguments_of, new_call_id
+from appliance.server.openai.chat_logprobs import chat_logprobs
+from appliance.server.requests.tools import arguments_of, new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
     from appliance.engine.nouns.messages import TokenLogprobs
-    from appliance.server.answer import Answer
-    from appliance.server.exchange import Exchange
-    from appliance.server.pieces import FinishedChoice
+    from appliance.server.requests.answer import Answer
+    from appliance.server.requests.exchange import Exchange
+    from appliance.server.requests.pieces import FinishedChoice
 
 # Some readers end lines at NEL, LINE and PARAGRAPH SEPARATOR, so escape them.
 _LINE_ENDS = (

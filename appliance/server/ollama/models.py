@@ -14,7 +14,7 @@ from appliance.tokenizer.fim import find_form
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
 
 _NEVER = "9999-12-31T23:59:59Z"  # the model stays loaded
 

@@ -11,12 +11,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError, UnknownModelError
-from appliance.server.body import body_size
-from appliance.server.conversation import Conversation, conversation
-from appliance.server.errors import OllamaErrorBody, json_response, request_id_of
-from appliance.server.fim import fim_prompts
-from appliance.server.grammars import checked_grammar, schema_form
-from appliance.server.intake import begin_chat, once_loaded, submit, take_body, whole_response
+from appliance.server.http.body import body_size
+from appliance.server.http.errors import OllamaErrorBody, json_response, request_id_of
+from appliance.server.http.openapi import describes
+from appliance.server.http.request_middleware import key_name
+from appliance.server.http.stream import EventStream
 from appliance.server.ollama.answers import (
     ChatLine,
     Embedded,
@@ -46,12 +45,19 @@ from appliance.server.ollama.schema import (
 )
 from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
 from appliance.server.ollama.vectors import embedded
-from appliance.server.openapi import describes
-from appliance.server.prompt import completion_prompts
-from appliance.server.request_middleware import key_name
-from appliance.server.stream import EventStream
-from appliance.server.thinking import template_options
-from appliance.server.tools import Tools
+from appliance.server.openai.fim import fim_prompts
+from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.grammars import checked_grammar, schema_form
+from appliance.server.requests.intake import (
+    begin_chat,
+    once_loaded,
+    submit,
+    take_body,
+    whole_response,
+)
+from appliance.server.requests.prompt import completion_prompts
+from appliance.server.requests.thinking import template_options
+from appliance.server.requests.tools import Tools
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -60,13 +66,13 @@ if TYPE_CHECKING:
 
     from appliance.dialects.turns import Turn
     from appliance.grammar import Grammar
-    from appliance.server.answer import Answer
-    from appliance.server.exchange import Exchange
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
+    from appliance.server.models.state import ServerState
     from appliance.server.ollama.lines import LineT
     from appliance.server.ollama.schema import OllamaRequest
-    from appliance.server.schema import SamplingFields
-    from appliance.server.state import ServerState
+    from appliance.server.requests.answer import Answer
+    from appliance.server.requests.exchange import Exchange
+    from appliance.server.requests.schema import SamplingFields
 
 # Clients infer features from it, so it is the version of the implemented API.
 VERSION = "0.12.0"

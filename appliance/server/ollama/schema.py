@@ -9,8 +9,15 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.nouns.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
-from appliance.server.schema import MAX_TOKENS, Effort, NamedTool, Penalty, Share, StopString
-from appliance.server.unsupported import NOTHING, Table, foreign
+from appliance.server.requests.schema import (
+    MAX_TOKENS,
+    Effort,
+    NamedTool,
+    Penalty,
+    Share,
+    StopString,
+)
+from appliance.server.requests.unsupported import NOTHING, Table, foreign
 
 # Without effect: prompts are never cut.
 HARMLESS = {"shift", "truncate"}

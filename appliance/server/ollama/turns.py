@@ -7,8 +7,8 @@ from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
-from appliance.server.schema import LEAST_MULTIPLIER, NamedTool, SamplingFields
-from appliance.server.tools import Offer, Tools
+from appliance.server.requests.schema import LEAST_MULTIPLIER, NamedTool, SamplingFields
+from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:

@@ -6,21 +6,21 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from appliance.server.answer_size import FLOAT_BYTES
 from appliance.server.ollama.answers import Embedded
 from appliance.server.ollama.lines import NANOSECONDS
+from appliance.server.requests.answer_size import FLOAT_BYTES
+from appliance.server.requests.schema import TermsFields
 from appliance.server.retrieval.embedding import (
     EmbeddingOptions,
     embed,
     embedding_recipe,
     with_prompt,
 )
-from appliance.server.schema import TermsFields
 
 if TYPE_CHECKING:
     from fastapi import Request
 
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
 
 
 async def embedded(

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from appliance.server.openai.answers import TokenLogprob
 from appliance.server.openai_responses.schema import ChoiceTool, ResponsesTool, TextConfig
-from appliance.server.responses import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from appliance.errors import RequestError
-from appliance.server.custom_tools import (
-    arguments_with,
-    custom_offer,
-    input_of,
-    read_arguments,
-)
 from appliance.server.openai_responses.answers import (
     ApplyPatchCallItem,
     CustomCallItem,
@@ -27,7 +21,13 @@ from appliance.server.openai_responses.answers import (
     ShellAction,
     ShellCallItem,
 )
-from appliance.server.tools import Offer
+from appliance.server.requests.custom_tools import (
+    arguments_with,
+    custom_offer,
+    input_of,
+    read_arguments,
+)
+from appliance.server.requests.tools import Offer
 
 if TYPE_CHECKING:
     from appliance.server.openai_responses.answers import BuiltInCall, Status

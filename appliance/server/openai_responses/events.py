@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from appliance.server.openai.answers import TokenLogprob
 from appliance.server.openai_responses.answers import (
     OutputItem,
     OutputText,
     ReasoningText,
     ResponseObject,
 )
-from appliance.server.responses import TokenLogprob
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

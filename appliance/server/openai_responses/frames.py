@@ -9,8 +9,8 @@ import msgspec
 
 from appliance.dialects import CallBegin
 from appliance.errors import ApplianceError
-from appliance.server.errors import describe
-from appliance.server.frames import FrameTemplate, event_frame
+from appliance.server.http.errors import describe
+from appliance.server.http.frames import FrameTemplate, event_frame
 from appliance.server.openai_responses.answers import (
     BUILT_IN_CALLS,
     CallItem,
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from appliance.dialects import Part
-    from appliance.server.answer import Answer
+    from appliance.server.openai.answers import TokenLogprob
     from appliance.server.openai_responses.answers import OutputItem
     from appliance.server.openai_responses.responding import Responding
-    from appliance.server.responses import TokenLogprob
+    from appliance.server.requests.answer import Answer
 
 _MARK = FrameTemplate.MARK
 _END = b"0}\n\n"  # of a frame that ends in the number 0

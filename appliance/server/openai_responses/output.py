@@ -17,12 +17,12 @@ from appliance.server.openai_responses.answers import (
 )
 from appliance.server.openai_responses.built_in import call_item, fill
 from appliance.server.openai_responses.carried import carried
-from appliance.server.tools import new_call_id
+from appliance.server.requests.tools import new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from appliance.server.responses import TokenLogprob
+    from appliance.server.openai.answers import TokenLogprob
 
 _KINDS: dict[type[Part], tuple[type[OutputItem], ...]] = {
     Content: (MessageItem,),

@@ -8,7 +8,7 @@ import msgspec
 
 from appliance.dialects import Content
 from appliance.engine.nouns.request import FinishReason
-from appliance.server.chat_logprobs import chat_logprobs, tokens_of
+from appliance.server.openai.chat_logprobs import chat_logprobs, tokens_of
 from appliance.server.openai_responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
     from appliance.dialects import Part
     from appliance.engine.nouns.messages import TokenLogprobs
-    from appliance.server.answer import Answer
-    from appliance.server.exchange import Exchange
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
+    from appliance.server.openai.answers import TokenLogprob
     from appliance.server.openai_responses.answers import Status
     from appliance.server.openai_responses.history import ReadInput
     from appliance.server.openai_responses.schema import ResponsesRequest
     from appliance.server.openai_responses.store import ResponseStore
-    from appliance.server.pieces import FinishedChoice
-    from appliance.server.responses import TokenLogprob
+    from appliance.server.requests.answer import Answer
+    from appliance.server.requests.exchange import Exchange
+    from appliance.server.requests.pieces import FinishedChoice
 
 _encode = msgspec.json.encode
 

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 from appliance.errors import RequestError
-from appliance.server.body import body_size
-from appliance.server.conversation import Conversation, conversation
-from appliance.server.errors import json_response, request_id_of
-from appliance.server.grammars import schema_form
-from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
+from appliance.server.http.body import body_size
+from appliance.server.http.errors import json_response, request_id_of
+from appliance.server.http.openapi import describes
+from appliance.server.http.request_middleware import key_name
+from appliance.server.http.stream import EventStream
 from appliance.server.openai_responses.answers import (
     DeletedResponse,
     InputItems,
@@ -27,21 +27,21 @@ from appliance.server.openai_responses.responding import Responding
 from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
 from appliance.server.openai_responses.store import ResponseStore, names_of, raw_items_of
 from appliance.server.openai_responses.turns import tools_of, turns_of
-from appliance.server.openapi import describes
-from appliance.server.prompt import chat_prompt
-from appliance.server.request_middleware import key_name
-from appliance.server.schema import SamplingFields
-from appliance.server.stream import EventStream
-from appliance.server.thinking import template_options
+from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.grammars import schema_form
+from appliance.server.requests.intake import begin_chat, once_loaded, take_body, whole_response
+from appliance.server.requests.prompt import chat_prompt
+from appliance.server.requests.schema import SamplingFields
+from appliance.server.requests.thinking import template_options
 
 if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
     from appliance.grammar import Grammar
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
+    from appliance.server.models.state import ServerState
     from appliance.server.openai_responses.history import ReadInput
     from appliance.server.openai_responses.schema import TextConfig
-    from appliance.server.state import ServerState
 
 MAX_METADATA = 16  # entries; 64 characters per name and 512 per value
 MAX_LISTED = 100

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.nouns.sampling_params import MAX_LOGPROBS
-from appliance.server.schema import Count, Effort, ToolGrammar
-from appliance.server.unsupported import NOTHING, Table, foreign
+from appliance.server.requests.schema import Count, Effort, ToolGrammar
+from appliance.server.requests.unsupported import NOTHING, Table, foreign
 
 # Accepted without effect: prompts are never cut, and no tool runs here.
 HARMLESS = {

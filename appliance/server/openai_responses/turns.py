@@ -12,7 +12,7 @@ from appliance.log import RepeatedWarningFilter
 from appliance.server.openai_responses.built_in import BUILT_IN, CUSTOM, call_of, offer_of
 from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
-from appliance.server.tools import MAX_NAME, Offer, Tools, allowed
+from appliance.server.requests.tools import MAX_NAME, Offer, Tools, allowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

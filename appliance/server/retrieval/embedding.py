@@ -10,14 +10,14 @@ import msgspec
 
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import RequestError
-from appliance.server.answer_size import check_vectors
-from appliance.server.client_gone import unless_disconnected
-from appliance.server.errors import request_id_of
-from appliance.server.prompt import completion_prompts
-from appliance.server.request_middleware import key_name
+from appliance.server.http.client_gone import unless_disconnected
+from appliance.server.http.errors import request_id_of
+from appliance.server.http.request_middleware import key_name
+from appliance.server.requests.answer_size import check_vectors
+from appliance.server.requests.prompt import completion_prompts
+from appliance.server.requests.sampling import completion_budget
+from appliance.server.requests.terms import Terms
 from appliance.server.retrieval.readings import Readings
-from appliance.server.sampling import completion_budget
-from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from appliance.engine.nouns.request import Pooling
     from appliance.retrieval_recipe import EmbeddingRecipe
-    from appliance.server.model_state import ModelState
-    from appliance.server.schema import TermsFields
+    from appliance.server.models.model_state import ModelState
+    from appliance.server.requests.schema import TermsFields
 
 MAX_INPUTS = 2048  # per request, as OpenAI has it
 

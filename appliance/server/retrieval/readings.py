@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError, RequestError
-from appliance.server.answer import describe_outcome
-from appliance.server.metrics import RequestTimer
+from appliance.server.metrics.metrics import RequestTimer
+from appliance.server.requests.answer import describe_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
     from appliance.engine.nouns.request import Request
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
 
 WINDOW = 32  # maximum of its requests in the engine at once
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import ChatTemplateError, RequestError
 from appliance.retrieval_recipe import EmbeddingRecipe
-from appliance.server.request_middleware import key_name
+from appliance.server.http.request_middleware import key_name
 from appliance.server.retrieval.embedding import (
     MAX_INPUTS,
     EmbeddingOptions,
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from appliance.retrieval_recipe import RerankRecipe
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
+    from appliance.server.requests.schema import TermsFields
     from appliance.server.retrieval.readings import Readings
-    from appliance.server.schema import TermsFields
     from appliance.tokenizer import Tokenizer
 
 QUERY_PROMPTS = ("query", "Retrieval-query")  # names of a checkpoint's own prompts, first wins

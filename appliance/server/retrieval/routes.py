@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
-from appliance.server.answer_size import BASE64_BYTES, FLOAT_BYTES
-from appliance.server.body import body_size
-from appliance.server.client_gone import unless_disconnected
-from appliance.server.errors import json_response
-from appliance.server.intake import take_body
-from appliance.server.openapi import describes
-from appliance.server.request_middleware import key_name
+from appliance.server.http.body import body_size
+from appliance.server.http.client_gone import unless_disconnected
+from appliance.server.http.errors import json_response
+from appliance.server.http.openapi import describes
+from appliance.server.http.request_middleware import key_name
+from appliance.server.requests.answer_size import BASE64_BYTES, FLOAT_BYTES
+from appliance.server.requests.intake import take_body
 from appliance.server.retrieval.answers import (
     Detokenized,
     EmbeddingList,
@@ -50,9 +50,9 @@ from appliance.server.retrieval.schema import (
 from appliance.server.retrieval.tokens import detokenized, tokenized, tokenizer_info
 
 if TYPE_CHECKING:
+    from appliance.server.models.state import ServerState
     from appliance.server.retrieval.readings import Readings
     from appliance.server.retrieval.relevance import RelevanceJob
-    from appliance.server.state import ServerState
 
 
 def retrieval_router(server: ServerState) -> APIRouter:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.server.schema import MAX_TOKENS, Message, Prompt, TermsFields, TokenId, Tool
-from appliance.server.unsupported import NOTHING, Table
+from appliance.server.requests.schema import MAX_TOKENS, Message, Prompt, TermsFields, TokenId, Tool
+from appliance.server.requests.unsupported import NOTHING, Table
 
 # Without effect: texts are never cut.
 _CUTTING: Table = {

@@ -6,15 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
-from appliance.server.conversation import Conversation
-from appliance.server.prompt import chat_prompt
+from appliance.server.openai.turns import ending_of, tools_of, turns_of
+from appliance.server.requests.conversation import Conversation
+from appliance.server.requests.prompt import chat_prompt
+from appliance.server.requests.schema import ChatRequest
+from appliance.server.requests.thinking import template_options
 from appliance.server.retrieval.answers import Detokenized, Tokenized, TokenizerInfo
-from appliance.server.schema import ChatRequest
-from appliance.server.thinking import template_options
-from appliance.server.turns import ending_of, tools_of, turns_of
 
 if TYPE_CHECKING:
-    from appliance.server.model_state import ModelState
+    from appliance.server.models.model_state import ModelState
     from appliance.server.retrieval.schema import DetokenizeRequest, TokenizeRequest
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.test_bad_input import check_error
+from tests.server.http.test_bad_input import check_error
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
@@ -165,7 +165,7 @@ async def test_pairs_and_forms_that_do_not_go_together(serve: Serve) -> None:
 async def test_products_that_would_be_too_large_name_their_numbers(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from appliance.server import answer_size
+    from appliance.server.requests import answer_size
 
     monkeypatch.setattr(answer_size, "MAX_VECTOR_BYTES", 1024)
     monkeypatch.setattr(answer_size, "MAX_LOGPROBS", 1000)

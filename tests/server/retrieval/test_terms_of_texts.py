@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from waiting import until
 
-from appliance.server import access_log
+from appliance.server.http import access_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,1 @@
+"""Feeds for dashboards, and the status page for browsers."""

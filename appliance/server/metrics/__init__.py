@@ -1,0 +1,1 @@
+"""Prometheus metrics, and what they are read from."""

@@ -1,0 +1,1 @@
+"""The models that a server serves, and the state that its routes share."""
