@@ -92,11 +92,12 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
     for prefix, source in (("structured_outputs.", outputs), ("guided_", body)):
         for name in ("json", "regex", "choice", "grammar"):
             field = name if source is outputs else f"guided_{name}"
-            if (value := getattr(source, field, None)) is not None:
+            # Clients with a box for it, as SillyTavern, send an empty text if nothing is in there.
+            if (value := getattr(source, field, None)) not in (None, ""):
                 given.append((prefix + name, partial(_make, name, value)))
-    if body.json_schema is not None:
+    if body.json_schema not in (None, ""):
         given.append(("json_schema", partial(_make, "json", body.json_schema)))
-    if body.grammar:  # some clients always send it, mostly empty
+    if body.grammar:
         given.append(("grammar", partial(_make, "grammar", body.grammar)))
     if outputs is not None and outputs.json_object:
         given.append(("structured_outputs.json_object", Grammar.json_object))

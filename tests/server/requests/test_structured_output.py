@@ -124,6 +124,9 @@ async def test_what_asks_for_nothing_is_let_through(serve: Serve) -> None:
             {"response_format": {"type": "text"}},
             {"response_format": None},
             {"grammar": "", "json_schema": None},
+            {"guided_grammar": "", "guided_json": None},  # SillyTavern's, of vLLM
+            {"guided_regex": "", "guided_json": "", "json_schema": ""},
+            {"structured_outputs": {"grammar": "", "regex": ""}},
             {"structured_outputs": {}},
             {"structured_outputs": {"json_object": False}},
         )
