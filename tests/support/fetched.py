@@ -24,7 +24,7 @@ def node_packages() -> Path:
 
 
 def agent(name: str) -> Path:
-    """A coding agent; skips the test where none was fetched: they take 1.3 GB."""
+    """A coding agent; skips the test where none was fetched: they take 1.5 GB."""
     program = ROOT / ".cache/tools/agents/node_modules/.bin" / name
     if not program.exists():
         pytest.skip(f"no {name} is there; scripts/test_tools agents fetches it")

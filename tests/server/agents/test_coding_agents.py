@@ -164,9 +164,25 @@ def _pi(to: Connection, home: Path, protocol: str) -> tuple[list[str | Path], di
     return [agent("pi"), "--provider", "home", "--model", to.model, "-p", "Mend the number"], {}
 
 
+def _copilot(
+    to: Connection, home: Path, kind: str = "openai", protocol: str = "completions"
+) -> tuple[list[str | Path], dict[str, str]]:
+    environment = {
+        "COPILOT_OFFLINE": "true",
+        "COPILOT_PROVIDER_TYPE": kind,
+        "COPILOT_PROVIDER_BASE_URL": to.url if kind == "anthropic" else to.api,
+        "COPILOT_PROVIDER_WIRE_API": protocol,
+        "COPILOT_MODEL": to.model,
+    }
+    return [agent("copilot"), "-p", "Mend the number", "--allow-all-tools"], environment
+
+
 @pytest.mark.parametrize(
     ("start", "tool"),
     [
+        (_copilot, "bash"),
+        (partial(_copilot, protocol="responses"), "bash"),
+        (partial(_copilot, kind="anthropic"), "bash"),
         (_continue, "Bash"),
         (_qwen, "run_shell_command"),
         (partial(_pi, protocol="openai-completions"), "bash"),
