@@ -203,3 +203,8 @@ class EngineUnavailableError(EngineError):
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def one_line(error: Exception) -> str:
+    """Return what a library's error says, in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -122,20 +122,23 @@ def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
     files = parts_of(path)
     headers = [read_part(one, vocabulary=vocabulary) for one in files]
     counts = [header.metadata.get("split.count", 0) or 1 for header in headers]
-    if set(counts) != {len(files)}:
-        raise _not_of(path, f"their headers count {counts[0]} parts, and the name {len(files)}")
+    if any(count != len(files) for count in counts):
+        raise _not_of(
+            path, f"their headers count {counts[0]!r:.40} parts, and the name {len(files)}"
+        )
     if len(files) == 1:
         return as_llama_cpp(headers[0])
     numbers = [header.metadata.get("split.no") for header in headers]
     if numbers != list(range(len(files))):
-        raise _not_of(path, f"their headers have the numbers {numbers}")
+        raise _not_of(path, f"their headers have the numbers {numbers!r:.80}")
     tensors = {name: info for header in headers for name, info in header.tensors.items()}
     expected = headers[0].metadata.get("split.tensors.count", len(tensors))
     stored = sum(len(header.tensors) for header in headers)
     if not stored == len(tensors) == expected:
         raise _not_of(
             path,
-            f"they hold {stored} tensors, {len(tensors)} of them once: the first says {expected}",
+            f"they hold {stored} tensors, {len(tensors)} of them once: the first says"
+            f" {expected!r:.40}",
         )
     first = headers[0]
     data_files = tuple(file for header in headers for file in header.files)

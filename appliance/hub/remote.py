@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import ModelError
+from appliance.errors import ModelError, one_line
 from appliance.files import read_text
 from appliance.gguf_names import first_parts, is_beside_a_model, is_gguf, parts_of_name
 from appliance.hub.growth import Progress, watch_growth
@@ -77,7 +77,7 @@ def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = 
         raise ModelError(refusal(name, error)) from error
     except Exception as error:
         raise ModelError(
-            f"the download of {repo_id} failed: {_one_line(error)}; start again, "
+            f"the download of {repo_id} failed: {one_line(error)}; start again, "
             "what is complete is kept"
         ) from error
     return _usable(Path(snapshot), files)
@@ -156,7 +156,7 @@ def _cached(folder: Path, name: HubName, choose: ChooseFiles, cause: Exception) 
         path = _find(folder, name, choose)
     except (OSError, ModelError) as error:
         raise ModelError(
-            f"cannot reach the hub for {name} ({_one_line(cause)}), and it is not in the cache; "
+            f"cannot reach the hub for {name} ({one_line(cause)}), and it is not in the cache; "
             "check the network, or give a folder or a .gguf file"
         ) from error
     logger.warning("%s is used as cached; the hub cannot be reached", name)
@@ -211,7 +211,3 @@ def refusal(name: HubName, error: Any) -> str:
     if status in (401, 403):
         return f"the hub refuses {repo_id} ({status}); set HF_TOKEN to a token that may read it"
     return f"the hub answered {status} for {repo_id}; try again later"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -274,7 +274,10 @@ def _open_gguf_class(file: GGUFFile, label: str) -> ModelSource:
     try:
         fallback, spec = describe(config, str(file.path), list(places))
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{file.path}: {error}; serve it with llama.cpp") from error
+        raise UnsupportedModelError(
+            f"{file.path.name}: {error}; use another file of the model, or serve this one with"
+            " llama.cpp"
+        ) from error
     weights = WeightsOfClass(file, found, places, fallback.slots)
     return ModelSource(file.path, fallback.family, config, spec, weights, fallback)
 

@@ -95,8 +95,9 @@ class GGUFTokenizer:
             self._rules_name = GEMMA4
         if self._kind not in (BYTE_LEVEL, SENTENCEPIECE, GEMMA4, WORDPIECE, UNIGRAM):
             known = _OTHER_KINDS.get(self._kind)
+            described = f" ({known})" if known else ""
             raise UnsupportedModelError(
-                f"{path} has a tokenizer of kind {self._kind!r}{f' ({known})' if known else ''}; "
+                f"{path} has a tokenizer of kind {self._kind!r:.40}{described}; "
                 "supported are gpt2, llama, gemma4, bert and t5: use the model's Hugging Face "
                 "folder instead"
             )
@@ -220,7 +221,7 @@ class GGUFTokenizer:
             if recovered is not None:
                 self._notes.append(
                     f"{self._path.name} names no rules to split words (tokenizer.ggml.pre); those "
-                    f"of its vocabulary are used, {recovered!r}"
+                    f"of its vocabulary are used, {recovered!r:.40}"
                 )
             else:
                 self._notes.append(
@@ -231,7 +232,7 @@ class GGUFTokenizer:
             name = recovered or UNNAMED
         if name not in WORD_RULES:
             raise UnsupportedModelError(
-                f"{self._path} splits words by the unknown rules {name!r}; use the model's "
+                f"{self._path} splits words by the unknown rules {name!r:.40}; use the model's "
                 f"Hugging Face folder instead. Known rules: {', '.join(WORD_RULES)}"
             )
         return WORD_RULES[name]
@@ -398,7 +399,9 @@ class GGUFTokenizer:
         token_id = self._get(key, int, -1)
         if 0 <= token_id < len(self._tokens):
             return token_id
-        instead = "" if usual is None else f"; {self._tokens[usual]!r} is taken, as llama.cpp does"
+        instead = (
+            "" if usual is None else f"; {self._tokens[usual]!r:.40} is taken, as llama.cpp does"
+        )
         if _PREFIX + key in self._metadata:
             self._notes.append(
                 f"{_PREFIX}{key} is {token_id}, but there are {len(self._tokens)} tokens{instead}"
@@ -416,7 +419,7 @@ class GGUFTokenizer:
     def _pair(self, merge: str) -> tuple[str, str]:
         at = merge.find(" ", 1)
         if at < 0:
-            raise self._damaged(f"merge {merge!r} is not a pair")
+            raise self._damaged(f"merge {merge!r:.40} is not a pair")
         return merge[:at], merge[at + 1 :]
 
     def _get(self, key: str, kind: type[T], default: T) -> T:

@@ -113,8 +113,8 @@ def _stored(value: Any) -> bytes:
     """A value behind its type."""
     if isinstance(value, bytes):
         return value
-    kind, each = _form(value)
     if not isinstance(value, list):
+        kind, each = _form(value)
         return struct.pack("<I", kind) + each(value)
     kinds = [_form(item) for item in value] or [_form(0)]
     # One type holds all items: the one of floats, if there is any.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from hashlib import blake2b
@@ -16,6 +17,7 @@ from appliance.kernels.weight import dense
 from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.targets import adapter_targets, unserved_linears
+from appliance.model.families.limits import short
 from appliance.model.linear import halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
 from appliance.model.row_orders import attention_rows
@@ -66,7 +68,7 @@ def _read(
             f"{path}: GGUF files split linears that {base.path.name} has whole; use the folder that"
             " PEFT saved"
         )
-    alpha = float(file.metadata.get("adapter.lora.alpha") or 0.0)
+    alpha = _alpha(path, file.metadata.get("adapter.lora.alpha") or 0.0)
     stored_targets = adapter_targets(base.spec, mapping.names)
     renamed = dict(zip(stored_targets, targets.values(), strict=True))
     factors = Factors(path, targets, partial(unserved_linears, base.spec, mapping.names))
@@ -87,6 +89,15 @@ def _read(
     return Adapter(_digest(path), parts, factors.notes(named, base.path.name))
 
 
+def _alpha(path: Path, value: object) -> float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise AdapterError(
+        f"{path}: adapter.lora.alpha is {short(value)}, but must be a number; convert the adapter"
+        " anew"
+    )
+
+
 def _check_metadata(path: Path, file: GGUFFile, mapping: GGUFMapping) -> None:
     for field, wanted, fix in (
         ("general.type", "adapter", "give a model's file as the model"),
@@ -99,7 +110,7 @@ def _check_metadata(path: Path, file: GGUFFile, mapping: GGUFMapping) -> None:
     ):
         found = file.metadata.get(field)
         if found != wanted:
-            raise AdapterError(f"{path}: {field} is {found!r} instead of {wanted!r}; {fix}")
+            raise AdapterError(f"{path}: {field} is {short(found)} instead of {wanted!r}; {fix}")
     if file.metadata.get("adapter.alora.invocation_tokens"):
         raise AdapterError(
             f"{path}: adapter.alora.invocation_tokens is set; an activated adapter begins inside a"

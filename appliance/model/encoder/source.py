@@ -109,7 +109,7 @@ def reads_only(path: Path, settings: Mapping[str, Any] | None = None) -> bool:
 def _is_encoder(path: Path, settings: Mapping[str, Any]) -> bool:
     if path.is_dir():
         return find_encoder(settings) is not None
-    return settings.get("general.architecture") in GGUF_ENCODERS
+    return str(settings.get("general.architecture")) in GGUF_ENCODERS
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from appliance.errors import UnsupportedModelError
+from appliance.errors import UnsupportedModelError, one_line
 from appliance.kernels.activation import Activation
 from appliance.model.fallback.attention import SERVING, register
 from appliance.model.fallback.buffers import fill_buffers
@@ -327,7 +327,7 @@ def build_empty(name: str, config: Any, attention: str | None, *, is_whole: bool
         ) from error
     except Exception as error:  # its classes raise what they like for settings that are wrong
         raise UnsupportedModelError(
-            f"{name} of transformers cannot be built ({type(error).__name__}: {error})"
+            f"{name} of transformers cannot be built ({type(error).__name__}: {one_line(error)})"
         ) from error
     if is_whole:
         body, outer = model.get_decoder(), model.get_submodule(model.base_model_prefix)
@@ -433,7 +433,7 @@ def _config_of(config: Mapping[str, Any], origin: str) -> Any:
     try:
         return AutoConfig.for_model(**_for_transformers(config))
     except Exception as error:  # its classes raise what they like for settings that are wrong
-        raise UnsupportedModelError(f"transformers refuses {origin}: {error}") from error
+        raise UnsupportedModelError(f"transformers refuses {origin}: {one_line(error)}") from error
 
 
 def _for_transformers(config: Mapping[str, Any]) -> dict[str, Any]:

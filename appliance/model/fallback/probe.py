@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.errors import UnsupportedModelError
+from appliance.errors import UnsupportedModelError, one_line
 from appliance.model.fallback.attention import PROBING, SeenPositions, register, running
 from appliance.model.fallback.modules import head_logits
 from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
@@ -109,7 +109,8 @@ def probe(model: Any, body: Any) -> ProbeResult:
                 " transformers' experts interface do, so what they ask for cannot be known"
             ) from error
         raise UnsupportedModelError(
-            f"a run without weights failed in its modules ({type(error).__name__}: {error})"
+            "a run without weights failed in its modules"
+            f" ({type(error).__name__}: {one_line(error)})"
         ) from error
     finally:
         for hook in hooks:

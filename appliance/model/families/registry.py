@@ -35,6 +35,7 @@ from appliance.model.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.lfm3 import LFM3
+from appliance.model.families.limits import short
 from appliance.model.families.llama import ARCEE, EXAONE, LLAMA
 from appliance.model.families.llama4 import LLAMA4
 from appliance.model.families.minicpm import MINICPM, MINICPM3
@@ -252,7 +253,7 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     if (why := UNREAD_GGUF.get(architecture)) is None:
         known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
         why = "no reader of it; choose a file among " + ", ".join((*known, *GGUF_CLASSES))
-    raise UnsupportedModelError(f"GGUF architecture {architecture!r} is not supported: {why}")
+    raise UnsupportedModelError(f"GGUF architecture {short(architecture)} is not supported: {why}")
 
 
 def looks_both_ways(config: Mapping[str, Any]) -> bool:
