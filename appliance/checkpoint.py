@@ -27,7 +27,7 @@ from appliance.files import (
     write_json,
 )
 from appliance.kernels import arrays
-from appliance.other_forms import form_of_folder
+from appliance.other_forms import form_of_folder, kind_of_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,8 +180,8 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing or no JSON object, or the folder is of another kind.
     """
-    if not (path / CONFIG_NAME).exists():
-        _refuse_other_kind(path)
+    if (why := kind_of_folder(path)) is not None:
+        raise UnsupportedModelError(why)
     config = read_json(path / CONFIG_NAME)
     text = config.get("text_config")
     places = (
@@ -234,25 +234,6 @@ def write_safetensors(
             save_file(contiguous, temporary, {"format": "pt", **(metadata or {})})
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
-
-
-def _refuse_other_kind(path: Path) -> None:
-    """Raise UnsupportedModelError for a folder without config.json whose other files say why."""
-    if (path / "adapter_config.json").is_file():
-        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
-        named = f" of {base}" if isinstance(base, str) and base else ""
-        raise UnsupportedModelError(
-            f"{path} is an adapter{named}; give that model, and the adapter with --lora"
-        )
-    if (path / "params.json").is_file():
-        raise UnsupportedModelError(
-            f"{path} has a model as its makers train it, with params.json; give the folder of the "
-            f"same model with {CONFIG_NAME}, as transformers reads it"
-        )
-    if (path / "model_index.json").is_file():
-        raise UnsupportedModelError(
-            f"{path} is a pipeline of diffusers, which makes no text; give a language model"
-        )
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -1,12 +1,15 @@
 """Names the forms of models that other programs read, by first bytes and by names of files.
 
-A leaf: it never opens what a file holds beyond its first bytes, and runs nothing.
+A leaf: of weights it never opens what a file holds beyond its first bytes, and runs nothing.
 """
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
+
+from appliance.files import read_json
 
 _HEAD_BYTES = 512
 _TAKE = "take the model in safetensors or GGUF form"
@@ -83,6 +86,28 @@ def form_of_file(path: Path) -> tuple[str, str]:
         return _IMATRIX, "give the model's own file"
     unknown = "no GGUF file", "give a .gguf file or a folder with safetensors"
     return _ENDINGS.get(path.suffix.lower(), unknown)
+
+
+def kind_of_folder(path: Path) -> str | None:
+    """Return why a folder is no model of config.json, and what to do; None if it may be one.
+
+    Raises:
+        CheckpointError: an adapter's settings are damaged.
+    """
+    if os.path.lexists(path / "config.json"):
+        return None
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        named = f" of {base}" if isinstance(base, str) and base else ""
+        return f"{path} is an adapter{named}; give that model, and the adapter with --lora"
+    if (path / "params.json").is_file():
+        return (
+            f"{path} has a model as its makers train it, with params.json; give the folder of the"
+            " same model with config.json, as transformers reads it"
+        )
+    if (path / "model_index.json").is_file():
+        return f"{path} is a pipeline of diffusers, which makes no text; give a language model"
+    return None
 
 
 def form_of_folder(path: Path) -> tuple[str, str] | None:

@@ -21,10 +21,8 @@ from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.name import HubName
 from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
-from appliance.other_forms import form_of_file, form_of_folder, models_inside
+from appliance.other_forms import form_of_file, form_of_folder, kind_of_folder, models_inside
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
-
-_SETTINGS = ("config.json", "adapter_config.json", "params.json", "model_index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +98,9 @@ def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:
 
 
 def _folder(path: Path) -> ResolvedModel:
-    name = path.resolve().name
     ggufs = first_parts(sorted(one.name for one in path.iterdir()))
     if any(path.glob("*.safetensors")):
-        return ResolvedModel(path, name)
+        return _of_settings(path)
     if len(ggufs) == 1:
         return _file(path / ggufs[0])
     models = [name for name in ggufs if not is_beside_a_model(name)]
@@ -112,8 +109,8 @@ def _folder(path: Path) -> ResolvedModel:
     if ggufs:
         found = ", ".join((models or ggufs)[:8])
         raise ModelError(f"{path} holds several GGUF files; give the path of one: {found}")
-    if any((path / each).is_file() for each in _SETTINGS):
-        return ResolvedModel(path, name)  # the loader reports what is missing
+    if (path / "config.json").is_file() or kind_of_folder(path) is not None:
+        return _of_settings(path)
     if inside := models_inside(path):
         found = ", ".join(inside)
         raise ModelError(f"{path} holds models in folders of their own; give one: {found}")
@@ -122,6 +119,13 @@ def _folder(path: Path) -> ResolvedModel:
     raise ModelError(
         f"{path} is no model folder: it has neither config.json nor a .gguf file; give a model's"
     )
+
+
+def _of_settings(path: Path) -> ResolvedModel:
+    """Take a folder with settings; the loader reports what else is missing."""
+    if (why := kind_of_folder(path)) is not None:
+        raise ModelError(why)
+    return ResolvedModel(path, path.resolve().name)
 
 
 def _file(path: Path) -> ResolvedModel:
