@@ -86,8 +86,8 @@ async def ask_server(server: Server) -> ServerFacts:
     )
 
 
-async def time_sample(server: Server, model: str) -> Timings:
-    """Time a completion by a server's model.
+async def time_sample(server: Server, model: str) -> Timings | str:
+    """Time a completion by a server's model; of one that only reads, say what it gives instead.
 
     Raises:
         httpx.HTTPError: no answer, or not within two minutes.
@@ -108,6 +108,10 @@ async def time_sample(server: Server, model: str) -> Timings:
         async with client.stream("POST", server.path("/v1/completions"), json=body) as answer:
             if answer.status_code != 200:
                 await answer.aread()
+                if answer.status_code == 400 and (
+                    given := await _time_reading(client, server, model)
+                ):
+                    return given
                 raise ValueError(_object(answer).get("error", {}).get("message", answer.text[:200]))
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
@@ -123,6 +127,19 @@ async def time_sample(server: Server, model: str) -> Timings:
     span = stamps[-1] - stamps[0]
     rate = (num_tokens - 1) / span if span > 0 else 0.0
     return Timings(stamps[0] - start, rate, num_tokens)
+
+
+async def _time_reading(client: httpx.AsyncClient, server: Server, model: str) -> str:
+    """Time a vector or a score by a model that writes nothing; empty if it gives neither."""
+    for path, what, texts in (
+        ("/v1/embeddings", "a vector", {"input": SAMPLE_PROMPT}),
+        ("/v1/rerank", "a score", {"query": SAMPLE_PROMPT, "documents": [SAMPLE_PROMPT]}),
+    ):
+        start = time.monotonic()
+        answer = await client.post(server.path(path), json={"model": model, **texts})
+        if answer.status_code == 200:
+            return f"it only reads texts; {what} after {1000 * (time.monotonic() - start):,.0f} ms"
+    return ""
 
 
 def _object(answer: httpx.Response) -> dict[str, Any]:

@@ -98,7 +98,13 @@ def check_sample(scope: Scope) -> Iterator[Finding]:
         else:
             yield Finding("sample", Grade.OK, f"{facts.models[0]}: {timings}")
     elif scope.runs_model and scope.model is not None:
+        from appliance.model.encoder.source import reads_only  # imports NumPy
+
         try:
+            if reads_only(scope.model.path):
+                found = "this model only reads texts; with --url a server of it is timed"
+                yield Finding("sample", Grade.UNKNOWN, found)
+                return
             found = _in_process(scope)
         except ApplianceError as error:
             fix = "follow this message; `appliance serve` plans memory the same way"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from encoder_models import make, write_tokenizer
 from typer.testing import CliRunner
 
 from appliance.cli import app
@@ -63,6 +64,30 @@ def test_a_server_with_a_wrong_key_or_none(keyed: Server) -> None:
         assert found["server"]["status"] == "ok"
         assert words in found["server key"]["found"]
         assert "APPLIANCE_API_KEY" in found["server key"]["fix"]
+
+
+@pytest.mark.parametrize(("ranks", "given"), [(True, "a score"), (False, "a vector")])
+def test_a_server_that_only_reads_is_sound(ranks: bool, given: str, tmp_path: Path) -> None:
+    make("bert", tmp_path, ranks=ranks)
+    write_tokenizer(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    kind = "sentence_transformers.models"
+    modules = [{"path": "", "type": f"{kind}.Transformer"}]
+    modules.append({"path": "1_Pooling", "type": f"{kind}.Pooling"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    running = Server(tmp_path / "log", str(tmp_path))
+    try:
+        port = running.url.rpartition(":")[2]
+        settings = {"APPLIANCE_PORT": port, "APPLIANCE_MODEL": str(tmp_path)}
+        status, found = doctor(**settings)
+    finally:
+        running.stop()
+    assert status == 0, found
+    assert re.search(rf"it only reads texts; {given} after [\d,]+ ms", found["sample"]["found"])
+    _, alone = doctor("--model", str(tmp_path), APPLIANCE_URL="http://127.0.0.1:9")
+    assert alone["sample"]["found"].startswith("this model only reads texts")
+    assert alone["model"]["status"] == "ok"
 
 
 def test_a_model_that_does_not_fit_with_these_settings(smollm2_gguf: Path, tmp_path: Path) -> None:
