@@ -62,11 +62,12 @@ class Accounts:
             if sequence not in scheduled:
                 self.of(sequence).served -= num_tokens
 
-    def check_invariants(self, waiting: list[Sequence], running: list[Sequence]) -> None:
-        """Assert that the numbers match the waiting (without siblings) and running sequences."""
+    def check_invariants(
+        self, live: list[Sequence], waiting: list[Sequence], running: list[Sequence]
+    ) -> None:
+        """Assert that the numbers match the live, waiting (no siblings) and running sequences."""
         for owner, account in self._accounts.items():
-            assert account.num_live > 0
+            assert account.num_live == sum(s.request.owner == owner for s in live) > 0
             assert account.num_waiting == sum(s.request.owner == owner for s in waiting)
             assert account.num_running == sum(s.request.owner == owner for s in running)
-        owners = {sequence.request.owner for sequence in (*waiting, *running)}
-        assert owners <= self._accounts.keys()
+        assert {sequence.request.owner for sequence in live} == self._accounts.keys()

@@ -156,7 +156,7 @@ class State:
         self.tiers.check_invariants()
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
-        self.accounts.check_invariants(list(self.waiting.queued()), running)
+        self.accounts.check_invariants(list(self.sequences()), list(self.waiting.queued()), running)
         for group in self.groups.values():
             assert group.live, "a group without live members is remembered"
             group.check_invariants()
