@@ -13,6 +13,7 @@ from whole_models import MAKERS_FORMS, WHOLES, MakersForm, whole_model
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
+from appliance.model.families.registry import family_of_text
 from appliance.model.families.text_parts import REFUSED_WHOLES, text_settings
 from appliance.model.loader import load_decoder
 from appliance.model.source import ModelSource, open_model
@@ -192,6 +193,25 @@ def test_a_whole_whose_text_does_not_stand_alone_is_refused_with_the_reason(kind
     config = {"model_type": kind, "text_config": {"model_type": "llama"}}
     with pytest.raises(UnsupportedModelError, match=f"model_type '{kind}' cannot be served: "):
         text_settings(config)
+
+
+def test_a_whole_that_transformers_lets_write_no_text_is_refused() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+
+    writing: set[str] = set()
+    for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        writing |= getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").keys()
+    texts = {
+        kind: CONFIG_MAPPING[kind].sub_configs_defaults.get("text_config")
+        for kind in CONFIG_MAPPING
+    }
+    served = {
+        kind
+        for kind, text in texts.items()
+        if text is not None and family_of_text({"model_type": text.model_type}) is not None
+    }
+    assert served - writing - REFUSED_WHOLES.keys() == set()
 
 
 def test_a_whole_of_several_folders_names_the_one_to_serve() -> None:

@@ -32,10 +32,14 @@ DEFAULT_TEXTS: dict[str, str | dict[str, str]] = {
 # Whole models whose text is no decoder of their text part's family alone.
 REFUSED_WHOLES: dict[str, str] = {
     "diffusion_gemma": "it writes blocks of text by diffusion, not one token after another",
+    "gemma4_assistant": "it drafts for a Gemma 4, whose states and keys it reads",
+    "gemma4_unified_assistant": "it drafts for a Gemma 4, whose states and keys it reads",
+    "jev": "it chooses among options that are given, and writes nothing",
     "locateanything": "it writes several tokens at once, which attend to each other",
     "idefics": "some layers attend to images (cross attention)",
     "mllama": "some layers attend to images (cross attention)",
     "paligemma": "each token of a prompt attends to the whole prompt, not to what is before it",
+    "vibevoice": "it speaks, by diffusion, and writes nothing",
 }
 
 

@@ -256,7 +256,10 @@ def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
     run = model.language_model if settings.model_type == "llama4" else model
     with torch.inference_mode():
         logits: Tensor = run.eval()(torch.tensor([token_ids]), **extra).logits[0]
-    if settings.model_type == "cohere2_vision":  # its class leaves out what the text's has
+    if settings.model_type in (
+        "aya_vision",
+        "cohere2_vision",
+    ):  # the class leaves out what the text's has
         logits = logits * text.logit_scale
     return logits.float()
 
