@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appliance.adapter_names import AdapterRegistry
-from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
-from appliance.draft_names import resolve_draft
 from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import AdapterRef, FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
 from appliance.hub import resolve_adapters, resolve_model
-from appliance.output import ChoiceText
-from appliance.sampling_defaults import choose_defaults
-from appliance.stop_pieces import stop_pieces
+from appliance.hub.draft_names import resolve_draft
+from appliance.model_files.sampling_defaults import choose_defaults
+from appliance.text.best_of import Likelihood, best, with_logprobs
+from appliance.text.output import ChoiceText
+from appliance.text.stop_pieces import stop_pieces
+from appliance.text.vocabulary import vocabulary_of
 from appliance.tokenizer import Tokenizer
-from appliance.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import SequenceDelta, TokenLogprobs

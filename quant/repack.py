@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.adapters.base_factors import FACTORS_NAME
 from appliance.model.source import open_model
+from appliance.model_files.checkpoint import CONFIG_NAME
 from appliance.quant.formats.grouping import zero_points_of
 from appliance.quant.formats.kv_plan import FILE as KV_PLAN
 from appliance.quant.formats.kv_plan import KEY_SCALES, VALUE_SCALES

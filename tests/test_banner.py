@@ -19,7 +19,7 @@ from appliance.commands.parting import parting
 from appliance.commands.serve_banner import banner
 from appliance.config import EngineConfig
 from appliance.engine.nouns.messages import EngineInfo
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 INFO = EngineInfo(
     model="m", architecture="llama", device="CPU", backend="cpu",

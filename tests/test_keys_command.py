@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from appliance.api_keys import digest_of
 from appliance.cli import app
 from appliance.config import ServerConfig, known_keys
+from appliance.config.api_keys import digest_of
 from appliance.errors import ConfigError
 
 

@@ -19,9 +19,8 @@ from appliance.cli import main
 from appliance.commands.quantize_display import PlainDisplay, TerminalDisplay
 from appliance.commands.quantize_job import tell_job
 from appliance.errors import ConfigError
-from appliance.jobs import JobFile, read_jobs
-from appliance.quant.run.options import choose_device
-from appliance.quantize_events import (
+from appliance.progress.jobs import JobFile, read_jobs
+from appliance.progress.quantize_events import (
     CardWritten,
     Done,
     Measuring,
@@ -36,6 +35,7 @@ from appliance.quantize_events import (
     decode_event,
     encode_event,
 )
+from appliance.quant.run.options import choose_device
 
 START = Start(
     model="m", out="o", architecture="llama", method="gptq", scheme="4 bits", units=5,

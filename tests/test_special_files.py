@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.engine.tiers.stored_models import stored_models
 from appliance.errors import ApplianceError
 from appliance.files import open_regular, read_json
 from appliance.gguf.header import read_header, starts_as_gguf
-from appliance.jobs import read_jobs
 from appliance.model.adapters.peft_folder import _content
+from appliance.model_files.checkpoint import SafetensorsFolder
+from appliance.progress.jobs import read_jobs
 from appliance.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(60)  # not reached unless it waits for a writer

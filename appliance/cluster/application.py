@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appliance.api_keys import DIGEST, show_limits
 from appliance.config import known_keys
+from appliance.config.api_keys import DIGEST, show_limits
 
 if TYPE_CHECKING:
     from appliance.cluster.node_facts import NodeFacts

@@ -21,7 +21,7 @@ from appliance.cluster.prefix_router import ASKED, BLOCKS, URL
 from appliance.config import Settings, with_kv_folder
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import EngineError
-from appliance.found_model import find_model_of
+from appliance.hub.found_model import find_model_of
 from appliance.long_lived import start_task
 from appliance.runtime import free_host_bytes
 from appliance.server.models.model_state import ModelToServe

@@ -15,7 +15,7 @@ from appliance.config import SELF_DRAFT
 from appliance.config.named_paths import named_paths
 from appliance.engine.served_model import weights_digest
 from appliance.errors import ApplianceError, ConfigError
-from appliance.found_model import find_model_of
+from appliance.hub.found_model import find_model_of
 from appliance.version import __version__
 
 if TYPE_CHECKING:

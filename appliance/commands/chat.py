@@ -124,8 +124,8 @@ def _with_own_model(model: str | None, config: Path | None) -> Iterator[ChatSess
     from appliance.chat.dialogue import Dialogue
     from appliance.chat.session import ChatSession
     from appliance.config import load_settings, with_kv_folder
-    from appliance.found_model import find_model_of
-    from appliance.progress import ProgressLine
+    from appliance.hub.found_model import find_model_of
+    from appliance.progress.progress import ProgressLine
     from appliance.server.own_model import OwnModel
 
     settings = with_kv_folder(load_settings({"model": model}, config))

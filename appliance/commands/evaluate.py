@@ -72,7 +72,7 @@ def evaluate(
     from appliance.commands.card import show
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
     from appliance.quant.quality.card import to_json
     from appliance.quant.quality.card_files import write_card
     from appliance.quant.quality.kv_caches import parse_kv_formats

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from appliance.sampling_defaults import SamplingDefaults
+    from appliance.model_files.sampling_defaults import SamplingDefaults
 
 _NAME = "appliance"
 

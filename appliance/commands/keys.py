@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from appliance.api_keys import KeyLimits, check_keys, new_entry, read_keys, show_limits
 from appliance.config import ServerConfig, key_file, known_keys, load_section
+from appliance.config.api_keys import KeyLimits, check_keys, new_entry, read_keys, show_limits
 from appliance.errors import ConfigError
 
 keys = typer.Typer(no_args_is_help=True, help="List API keys, or make a new one.")

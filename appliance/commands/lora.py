@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from appliance.adapter_names import AdapterRegistry
 from appliance.commands.model_argument import Model
 from appliance.config import EngineConfig, cache_dir, load_section
+from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ModelError
 from appliance.files import read_bytes
 
@@ -51,7 +51,7 @@ def check(
     from appliance.hub import resolve_adapter, resolve_model
     from appliance.model.adapters.reader import read_adapter
     from appliance.model.source import open_model
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
 
     settings = load_section(EngineConfig, {"max_lora_rank": max_lora_rank})
     with ProgressLine() as progress:

@@ -10,7 +10,7 @@ import typer
 
 from appliance.config import cache_dir
 from appliance.errors import ModelError
-from appliance.gguf_names import parts_of
+from appliance.model_files.gguf_names import parts_of
 from appliance.wording import age_in_words, as_size, counted
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def pull(names: Names) -> None:
     """Fetch models and check their hashes; an interrupted fetch continues."""
     from appliance.hub import resolve_model
     from appliance.hub.hashes import find_damaged, known_hashes
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
 
     for name in names:
         with ProgressLine() as progress:
@@ -124,7 +124,7 @@ def verify(
     """Read every file of models and compare its hash with the one that it was published with."""
     from appliance.hub.hashes import find_damaged, known_hashes_of
     from appliance.hub.store import find_kept, kept_models
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
 
     chosen = [find_kept(name, cache_dir()) for name in names] if names else kept_models(cache_dir())
     broken = []

@@ -86,6 +86,6 @@ def served_card(card: Card) -> ServedCard:
 
 def _is_quantized(model: Path) -> bool:
     """Return True for quantized weights; assumes so for a single file."""
-    from appliance.checkpoint import read_config  # imports NumPy
+    from appliance.model_files.checkpoint import read_config  # imports NumPy
 
     return model.is_file() or "quantization_config" in read_config(model)

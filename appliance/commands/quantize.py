@@ -128,8 +128,9 @@ def quantize(
     from appliance.commands.quantize_display import choose_display, describe_plan
     from appliance.commands.quantize_job import tell_job
     from appliance.hub import resolve_model
-    from appliance.jobs import JobFile
-    from appliance.progress import ProgressLine
+    from appliance.progress.jobs import JobFile
+    from appliance.progress.progress import ProgressLine
+    from appliance.progress.quantize_events import QuantizeEvent, encode_event
     from appliance.quant.run import pipeline
     from appliance.quant.run.options import (
         Method,
@@ -140,7 +141,6 @@ def quantize(
     )
     from appliance.quant.run.schemes import read_asked
     from appliance.quant.text.calibration import CalibrationText
-    from appliance.quantize_events import QuantizeEvent, encode_event
 
     form = WeightFormat.parse(format)
     library = QuantizeLibrary.parse(engine)

@@ -11,8 +11,8 @@ from appliance.errors import ApplianceError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.progress.quantize_events import OnEvent
     from appliance.quant.run.report import QuantizeReport
-    from appliance.quantize_events import OnEvent
 
 
 def make_card_of_run(
@@ -28,14 +28,14 @@ def make_card_of_run(
         tokens: number to measure on; 0 makes no card.
         max_ram: limit of the process's memory in bytes; None takes the free memory.
     """
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
+    from appliance.progress.quantize_events import CardWritten, Measuring
     from appliance.quant.quality.card import HTML_NAME, beside
     from appliance.quant.quality.card_files import write_card
     from appliance.quant.quality.make_card import CardOptions, make_card
     from appliance.quant.quality.run_facts import keep_facts
     from appliance.quant.run.evaluation_memory import CARD_WINDOW
     from appliance.quant.text.held_out import HeldOutText
-    from appliance.quantize_events import CardWritten, Measuring
 
     try:
         keep_facts(report)

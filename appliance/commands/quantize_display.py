@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from appliance.quantize_events import (
+from appliance.progress.quantize_events import (
     CardWritten,
     Done,
     Measuring,
@@ -48,7 +48,7 @@ def choose_display(*, as_json: bool) -> QuantizeDisplay:
 
 
 class JsonLines:
-    """One object per line on standard output; see `appliance.quantize_events`."""
+    """One object per line on standard output; see `appliance.progress.quantize_events`."""
 
     def __enter__(self) -> JsonLines:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from appliance.quantize_events import (
+from appliance.progress.quantize_events import (
     Measuring,
     QuantizeEvent,
     Start,
@@ -15,7 +15,7 @@ from appliance.quantize_events import (
 )
 
 if TYPE_CHECKING:
-    from appliance.jobs import JobFile
+    from appliance.progress.jobs import JobFile
 
 QUANTIZING = "quantizing"
 

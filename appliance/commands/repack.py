@@ -31,7 +31,7 @@ def repack(
     """Store a quantized model's codes in another format, without loss."""
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
     from appliance.quant.repack import repack_model
     from appliance.quant.run.options import WeightFormat
 
@@ -63,7 +63,7 @@ def repack(
 def _write_gguf(model: str, base: Path | None, out: Path, *, overwrite: bool) -> None:
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
     from appliance.quant.gguf.repack import write_gguf
 
     with ProgressLine() as progress:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from appliance import stages
 from appliance.commands.model_argument import Model
 from appliance.commands.parting import parting
 from appliance.commands.quality import Quality, quality_of
@@ -30,6 +29,7 @@ from appliance.config import (
     with_kv_folder,
 )
 from appliance.errors import ApplianceError, ConfigError
+from appliance.progress import stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,9 +103,9 @@ def _run(
     auto: bool,
 ) -> int:
     """Find the model and serve it; return the number of finished requests."""
-    from appliance.found_model import find_model_of
+    from appliance.hub.found_model import find_model_of
     from appliance.hub.growth import ignore_progress
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
     from appliance.server.api_server import none_can_be_had
     from appliance.server.models.model_state import MissingModel, ModelToServe
     from appliance.server.serve import run_server

@@ -6,8 +6,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from appliance.commands.examples import ExampleRequest, own_command, try_it
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.runtime import resident_bytes
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.wording import counted
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ def evaluate_tasks(
 
     from appliance.config import TopConfig, cache_dir, load_section, server_to_watch
     from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
+    from appliance.progress.progress import ProgressLine
     from appliance.quant.quality import card_rows
     from appliance.quant.quality.card import card_of
     from appliance.quant.quality.card_files import write_card

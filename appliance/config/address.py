@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from appliance.api_keys import BARE_NAME
+from appliance.config.api_keys import BARE_NAME
 from appliance.config.keys import api_key_from_environment, known_keys
 from appliance.config.server_section import ServerConfig
 from appliance.config.sources import load_section

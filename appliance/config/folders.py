@@ -27,7 +27,7 @@ def kv_dir() -> Path:
 
 
 def jobs_dir() -> Path:
-    """Return the folder where this user's jobs report progress, see `appliance.jobs`."""
+    """Return the folder where this user's jobs report progress, see `appliance.progress.jobs`."""
     return cache_dir() / "jobs"
 
 

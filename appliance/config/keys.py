@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from appliance.api_keys import ApiKey, check_keys, read_keys
+from appliance.config.api_keys import ApiKey, check_keys, read_keys
 from appliance.config.server_section import ServerConfig
 from appliance.config.setting import fields_of
 from appliance.errors import ConfigError

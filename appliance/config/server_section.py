@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from appliance.api_keys import check_keys
+from appliance.config.api_keys import check_keys
 from appliance.config.setting import Group, Setting, Unit, check_all
 from appliance.config.units import GIB, MIB
 from appliance.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
-from appliance.api_keys import ApiKey
+from appliance.config.api_keys import ApiKey
 from appliance.config.units import parse_duration, parse_size, show_duration, show_size
 from appliance.errors import ConfigError
 

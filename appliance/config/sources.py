@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from appliance.api_keys import check_private
+from appliance.config.api_keys import check_private
 from appliance.config.folders import OTHER_VARIABLES, config_path, is_credential, kv_dir
 from appliance.config.keys import known_keys
 from appliance.config.model_tables import (

@@ -13,7 +13,7 @@ from appliance.config import cache_dir, jobs_dir, kv_dir
 from appliance.doctor.finding import GIB, MIB, Finding, Grade, Scope, show_gib
 from appliance.files import bytes_on_disk, check_private
 from appliance.hub import hub_cache
-from appliance.jobs import stale_jobs
+from appliance.progress.jobs import stale_jobs
 from appliance.wording import counted
 
 LEAST_FREE = 512 * MIB  # the default model and its compiled kernels

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from appliance.config import cache_dir
 from appliance.doctor.finding import Finding, Grade, Scope, show_gib
-from appliance.gguf_names import parts_of
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.library import (
     LibraryError,
@@ -20,6 +19,7 @@ from appliance.kernels.cpu.library import (
     supported_isas,
 )
 from appliance.kernels.cpu.structs import Isa
+from appliance.model_files.gguf_names import parts_of
 
 LEAST_AVAILABLE = 2**30  # the default model, its KV cache and both processes
 _WINDOWS_DISK = re.compile(r"/mnt/[a-z](/|$)")

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from appliance.checkpoint import CONFIG_NAME
 from appliance.doctor.finding import MIB, Check, Finding, Grade, Scope
 from appliance.errors import ApplianceError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.model.families.limits import short
+from appliance.model_files.checkpoint import CONFIG_NAME
 from appliance.wording import counted
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from appliance.model.encoder.source import EncoderSettings, EncoderSource
     from appliance.model.families.reader import ConfigReader
     from appliance.model.source import ModelSettings, ModelSource
-    from appliance.retrieval_recipe import RetrievalRecipe
+    from appliance.model_files.retrieval_recipe import RetrievalRecipe
     from appliance.tokenizer import Tokenizer
     from appliance.tokenizer.isolation import IsolatedTemplate
 

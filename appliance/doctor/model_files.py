@@ -10,7 +10,7 @@ from appliance.doctor.finding import Finding, Grade, Scope
 from appliance.doctor.model_contents import failed
 from appliance.errors import ApplianceError
 from appliance.hub.hashes import find_damaged, known_hashes
-from appliance.progress import ProgressLine
+from appliance.progress.progress import ProgressLine
 
 
 def check_model(scope: Scope) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.api_keys import MIN_LENGTH, read_keys
 from appliance.config import config_path, key_file
+from appliance.config.api_keys import MIN_LENGTH, read_keys
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import msgspec
 
 from appliance.errors import ConfigError
 from appliance.files import open_regular
-from appliance.gguf_names import parts_of
 from appliance.model.source import open_model
+from appliance.model_files.gguf_names import parts_of
 from appliance.version import __version__
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from appliance.errors import CheckpointError
 from appliance.files import FileIdentity, open_regular, unreadable
 from appliance.gguf.ollama import as_llama_cpp
 from appliance.gguf.types import TENSOR_TYPES, TensorType, check_readable, unknown_type
-from appliance.gguf_names import parts_of
+from appliance.model_files.gguf_names import parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path

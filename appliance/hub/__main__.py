@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.config import cache_dir
 from appliance.errors import ApplianceError
 from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged
-from appliance.progress import ProgressLine
+from appliance.progress.progress import ProgressLine
 
 
 def main() -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from appliance.config.named_paths import as_text, named_paths
 from appliance.errors import AdapterError, ModelError
-from appliance.gguf_names import is_gguf
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.name import HubName
+from appliance.model_files.gguf_names import is_gguf
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 

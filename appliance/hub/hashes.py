@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from appliance.files import open_regular
-from appliance.gguf_names import parts_of
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED
+from appliance.model_files.gguf_names import parts_of
 
 SHOWN_FROM = 1 << 30  # bytes; hashing fewer is too fast to report
 _CHUNK = 1 << 22

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, ModelError
-from appliance.gguf_names import is_gguf
 from appliance.hub.remote import (
     FOLDERS,
     OLDER_TOKENIZERS,
@@ -20,6 +19,7 @@ from appliance.hub.remote import (
     choose_files,
     refusal,
 )
+from appliance.model_files.gguf_names import is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from appliance.gguf_names import is_gguf
+from appliance.model_files.gguf_names import is_gguf
 
 _FORM = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?(?::(?P<file>[^:\\]+\.(?i:gguf)))?",

@@ -17,8 +17,8 @@ from pathlib import Path
 from appliance.errors import ModelError
 from appliance.files import replace_atomically
 from appliance.hub.growth import Progress, ignore_progress, watch_growth
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.runtime import child_environment
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 _CHUNK = 1 << 20
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError, one_line
 from appliance.files import read_text
-from appliance.gguf_names import first_parts, is_beside_a_model, is_gguf, parts_of_name
 from appliance.hub.growth import Progress, watch_growth
+from appliance.model_files.gguf_names import first_parts, is_beside_a_model, is_gguf, parts_of_name
 
 if TYPE_CHECKING:
     from appliance.hub.name import HubName

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from appliance.errors import ModelError
 from appliance.files import unreadable
-from appliance.gguf_names import (
+from appliance.hub import remote
+from appliance.hub.growth import Progress, ignore_progress
+from appliance.hub.name import HubName
+from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
+from appliance.model_files.gguf_names import (
     find_first_part,
     first_part,
     first_parts,
@@ -17,12 +21,13 @@ from appliance.gguf_names import (
     is_gguf,
     stem_of,
 )
-from appliance.hub import remote
-from appliance.hub.growth import Progress, ignore_progress
-from appliance.hub.name import HubName
-from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
-from appliance.other_forms import form_of_file, form_of_folder, kind_of_folder, models_inside
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.model_files.other_forms import (
+    form_of_file,
+    form_of_folder,
+    kind_of_folder,
+    models_inside,
+)
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

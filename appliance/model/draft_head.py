@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.names import JoinNames
 from appliance.model.source import ModelSource, check_slots
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.tensors import Role, TensorSlot, norm_slots
+from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:

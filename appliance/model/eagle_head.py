@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.errors import ConfigError
 from appliance.model.draft_head import HeadSource
 from appliance.model.families.eagle3 import EAGLE3, is_eagle3
@@ -23,6 +22,7 @@ from appliance.model.leftovers import USED_ELSEWHERE
 from appliance.model.names import JoinNames, TensorNames
 from appliance.model.source import ModelSource, check_slots
 from appliance.model.tensors import Role
+from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:

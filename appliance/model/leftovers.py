@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import CheckpointError, ModelError
 from appliance.kernels import arrays
 from appliance.model.tensors import tensor_slots
+from appliance.model_files.checkpoint import CONFIG_NAME
 from appliance.quant.formats.kv_plan import KEY_SCALES, VALUE_SCALES
 
 if TYPE_CHECKING:

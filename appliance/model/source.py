@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile, starts_as_gguf
-from appliance.gguf_names import is_gguf
 from appliance.model.deciding_settings import deciding_settings
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.fallback.from_gguf import WeightsOfClass
@@ -35,6 +33,8 @@ from appliance.model.tied_ends import (
     stored_ends,
     untied,
 )
+from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
+from appliance.model_files.gguf_names import is_gguf
 from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import CONFIG_NAME
+from appliance.model_files.checkpoint import CONFIG_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

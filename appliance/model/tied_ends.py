@@ -15,9 +15,9 @@ from appliance.model.fallback.renamed import RenamedWeights
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from appliance.checkpoint import SafetensorsFolder
     from appliance.model.fallback.renamed import Stored
     from appliance.model.names import TensorNames
+    from appliance.model_files.checkpoint import SafetensorsFolder
     from appliance.quant.formats import WeightReader
 
 _KEYS = ("tie_word_embeddings", "tie_embedding")  # LFM2 has the second

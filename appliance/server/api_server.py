@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
-    from appliance.sampling_defaults import SamplingDefaults
+    from appliance.model_files.sampling_defaults import SamplingDefaults
     from appliance.server.http.certificate import Certificate
     from appliance.server.models.state import ServerState
     from appliance.server.web_server import WebServer

@@ -12,8 +12,8 @@ from tokenizers import processors
 
 from appliance.errors import ChatTemplateError, CheckpointError, ModelError
 from appliance.files import read_text, read_whole
-from appliance.retrieval_recipe import recipe_of_folder
-from appliance.sampling_defaults import SamplingDefaults
+from appliance.model_files.retrieval_recipe import recipe_of_folder
+from appliance.model_files.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.configured_tokens import CONFIG, ConfiguredTokens, optional_json
 from appliance.tokenizer.known_parts import unknown_parts

@@ -14,8 +14,8 @@ from tokenizers.models import BPE, Unigram, WordPiece
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.gguf import read_header
-from appliance.retrieval_recipe import RetrievalRecipe, recipe_of_gguf
-from appliance.sampling_defaults import SamplingDefaults
+from appliance.model_files.retrieval_recipe import RetrievalRecipe, recipe_of_gguf
+from appliance.model_files.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.pieces import SPACE_MARK
 from appliance.tokenizer.source import END_OF_TURN, TokenizerSource, with_end_of_turn

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import AddedToken
 
-from appliance.retrieval_recipe import NOTHING_SAID, RetrievalRecipe
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.model_files.retrieval_recipe import NOTHING_SAID, RetrievalRecipe
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 if TYPE_CHECKING:
     import tokenizers

@@ -6,10 +6,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.arrays import numpy_dtype
 from appliance.model.source import open_model
+from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.engines import autoawq, optimum
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeLibrary, WeightFormat

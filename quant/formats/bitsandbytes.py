@@ -21,7 +21,7 @@ from appliance.quant.formats.dense import DenseWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.checkpoint import SafetensorsFolder
+    from appliance.model_files.checkpoint import SafetensorsFolder
 
 METHOD = "bitsandbytes"
 _STATE = ".quant_state.bitsandbytes__"

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
+    from appliance.model_files.checkpoint import SafetensorsFolder
     from appliance.quant.formats.compressed_tensors_config import DeclaredWeights
     from appliance.quant.formats.scheme import LinearScheme
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
+    from appliance.model_files.checkpoint import SafetensorsFolder
 
 
 class DenseWeights:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
+    from appliance.model_files.checkpoint import SafetensorsFolder
     from appliance.quant.formats.reader import WeightReader
 
 MXFP4 = "mxfp4"  # quant_method of gpt-oss

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.checkpoint import SafetensorsFolder
+    from appliance.model_files.checkpoint import SafetensorsFolder
 
 METHOD, MODELOPT = "fp8", "modelopt"
 E4M3 = ("e4m3", "float8_e4m3fn", "e4m3fn", "float8_e4m3")  # names of one format

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from appliance.checkpoint import QUANTIZATION, SafetensorsFolder
 from appliance.errors import UnsupportedModelError
+from appliance.model_files.checkpoint import QUANTIZATION, SafetensorsFolder
 from appliance.quant.formats import awq, bitsandbytes, compressed_tensors_config, fp4, fp8, gptq
 from appliance.quant.formats.bitsandbytes import BitsAndBytesWeights
 from appliance.quant.formats.compressed_tensors import CompressedTensorsWeights

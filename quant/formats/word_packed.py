@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.packed import PackedWeight
+    from appliance.model_files.checkpoint import SafetensorsFolder
 
 WEIGHT, QWEIGHT, QZEROS, SCALES, G_IDX = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
 # .wf and .wf_unsqueeze_... are shifts that some versions of AutoGPTQ store beside the words.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import QuantizeError
-from appliance.gguf_names import parts_of
+from appliance.model_files.gguf_names import parts_of
 from gguf import GGUFReader, GGUFValueType
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.checkpoint import write_json
 from appliance.files import read_json
 from appliance.model.executor import heads_of
+from appliance.model_files.checkpoint import write_json
 from appliance.quant.formats.kv_plan import FILE, SCALE_NAMES, read_plan, to_json
 from appliance.quant.kv.calibrate import KVPlan, calibrate_kv
 from appliance.quant.run.shard_writer import TensorLayout

@@ -13,7 +13,7 @@ import msgspec
 
 from appliance.errors import CheckpointError
 from appliance.files import open_regular, read_bytes
-from appliance.gguf_names import parts_of
+from appliance.model_files.gguf_names import parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.gguf.header import read_header
 from appliance.kernels.arrays import numpy_dtype
+from appliance.model_files.checkpoint import SafetensorsFolder
 
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from appliance.checkpoint import write_safetensors
 from appliance.model.adapters.base_factors import FACTORS_NAME, INPUTS, OUTPUTS
+from appliance.model_files.checkpoint import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

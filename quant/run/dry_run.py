@@ -15,6 +15,7 @@ import torch
 from appliance.errors import MemoryPlanError, QuantizeError
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.model.tensors import Role
+from appliance.progress.quantize_events import RunPlanned, TensorClass
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.evaluation_memory import EvaluationMemory
 from appliance.quant.run.memory import MemoryUse
@@ -22,7 +23,6 @@ from appliance.quant.run.memory_plan import MIB, ceiling_for, plan_memory
 from appliance.quant.run.plan import growth_note
 from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
 from appliance.quant.walk.walk import Walk, disk_bytes, tokens_at_once
-from appliance.quantize_events import RunPlanned, TensorClass
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:

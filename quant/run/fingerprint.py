@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.gguf_names import parts_of
+from appliance.model_files.gguf_names import parts_of
 from appliance.quant.run.options import RUN_ONLY
 from appliance.version import __version__
 

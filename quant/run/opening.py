@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.model.source import open_model
+from appliance.progress.quantize_events import StepStarted
 from appliance.quant.gguf.plan import plan_file
 from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
 from appliance.quant.run.choices import choose_open
@@ -20,15 +21,14 @@ from appliance.quant.run.refusals import refuse_quantized, refuse_uncalibrated, 
 from appliance.quant.run.run import QuantizeRun
 from appliance.quant.run.staging import StagingFolders, check_destination
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows
-from appliance.quantize_events import StepStarted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from appliance.progress.quantize_events import OnEvent
     from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.run.options import QuantizeOptions
-    from appliance.quantize_events import OnEvent
 
 
 def open_run(

@@ -12,9 +12,17 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ApplianceError, QuantizeError
 from appliance.files import flush
+from appliance.model_files.checkpoint import CONFIG_NAME
+from appliance.progress.quantize_events import (
+    Done,
+    RunFailed,
+    Start,
+    StepStarted,
+    Written,
+    ignore_event,
+)
 from appliance.quant.engines import quantize_by_engine
 from appliance.quant.gguf.file_writer import GGUFFileWriter
 from appliance.quant.kv.even_keys import with_even_keys
@@ -45,14 +53,13 @@ from appliance.quant.run.staging import StagingFolders, locked, model_of
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, save_rows
-from appliance.quantize_events import Done, RunFailed, Start, StepStarted, Written, ignore_event
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.progress.quantize_events import OnEvent, RunPlanned
     from appliance.quant.run.report import QuantizeReport
     from appliance.quant.run.writing import WorkUnit
-    from appliance.quantize_events import OnEvent, RunPlanned
 
 STREAM = "stream"  # in the state folder
 

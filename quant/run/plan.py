@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.errors import ApplianceError, ConfigError, QuantizeError
-from appliance.gguf_names import parts_of
 from appliance.model.draft_head import find_head
 from appliance.model.tensors import Role
+from appliance.model_files.gguf_names import parts_of
 from appliance.quant.formats.ggml_blocks import GGUFStore
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.formats.store import CompressedTensorsStore

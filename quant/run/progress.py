@@ -6,16 +6,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from appliance.progress.quantize_events import (
+    QuantizeEvent,
+    UnitFinished,
+    encode_event,
+    ignore_event,
+)
 from appliance.quant.run.journal import Record
 from appliance.quant.run.memory import MemoryUse
-from appliance.quantize_events import QuantizeEvent, UnitFinished, encode_event, ignore_event
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     import torch
 
+    from appliance.progress.quantize_events import OnEvent
     from appliance.quant.run.journal import Journal
-    from appliance.quantize_events import OnEvent
 
 EVENTS_NAME = "events.jsonl"
 LAYER = "layer "  # prefix of the names of units that are layers

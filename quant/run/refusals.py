@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import read_config
 from appliance.errors import QuantizeError
+from appliance.model_files.checkpoint import read_config
 from appliance.quant.walk.places import check_walked, is_plain
 from appliance.quant.walk.walk import disk_bytes
 

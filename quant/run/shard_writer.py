@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.checkpoint import INDEX_NAME, WEIGHTS_NAME
 from appliance.files import flush
+from appliance.model_files.checkpoint import INDEX_NAME, WEIGHTS_NAME
 from appliance.quant.walk.stream import write_all
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from appliance.hub.packaged import packaged_sampling
-from appliance.retrieval_recipe import MODULES, PROMPTS
+from appliance.model_files.retrieval_recipe import MODULES, PROMPTS
 from appliance.tokenizer.from_gguf import load_from_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.sampling_defaults import SamplingDefaults
+    from appliance.model_files.sampling_defaults import SamplingDefaults
     from appliance.tokenizer.source import TokenizerSource
 
 # Files of tokenizers, generation settings, retrieval and licence in Hugging Face folders.

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
-from appliance.checkpoint import write_safetensors
+from appliance.model_files.checkpoint import write_safetensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.weight import dense
 from appliance.model.source import ModelSource, open_model
+from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats.kv_plan import FILE, SCALE_NAMES
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.formats.word_writer import Weights, awq_writer, gptq_writer

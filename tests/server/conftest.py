@@ -31,7 +31,7 @@ from appliance.engine.process import launch
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.residency import Residency
 from appliance.engine.process.restarts import SupervisionLimits
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.app import create_app
 from appliance.server.http.connection import protocol_of
 from appliance.server.http.listener import bind, url_of

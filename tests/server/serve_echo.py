@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from appliance import log
 from appliance.config import load_settings, service_socket
 from appliance.errors import ApplianceError
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.http import connection
 from appliance.server.models.model_state import ModelToServe
 from appliance.server.serve import run_server

@@ -31,9 +31,8 @@ from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Th
 from appliance.dialects.thoughts import KNOWN_MARKS
 from appliance.dialects.turns import prepare
 from appliance.engine.nouns.request import FinishReason
-from appliance.output import ChoiceText
-from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe
-from appliance.sampling_defaults import SamplingDefaults
+from appliance.model_files.retrieval_recipe import EmbeddingRecipe, RerankRecipe
+from appliance.model_files.sampling_defaults import SamplingDefaults
 from appliance.server.anthropic import messages
 from appliance.server.anthropic import turns as anthropic_turns
 from appliance.server.anthropic.schema import AnthropicTurn, ContentBlock, CountRequest
@@ -67,6 +66,7 @@ from appliance.server.retrieval.relevance import encoded_pairs
 from appliance.server.retrieval.routes import _pairs
 from appliance.server.retrieval.schema import ScoreRequest
 from appliance.server.retrieval.vectors import embeddings_of
+from appliance.text.output import ChoiceText
 from appliance.tokenizer import ChatTemplate, StopStringMatcher, Tokenizer
 
 DOORS = Doors()

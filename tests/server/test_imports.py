@@ -28,7 +28,7 @@ def test_the_server_s_process_loads_neither_torch_nor_transformers() -> None:
 def test_what_the_engine_waits_for_is_little() -> None:
     """The engine is told what to load before the web server and the tokenizer are imported."""
     program = (
-        "import sys, appliance.commands.serve, appliance.found_model\n"
+        "import sys, appliance.commands.serve, appliance.hub.found_model\n"
         "import appliance.server.serve; print(*sys.modules)"
     )
     result = subprocess.run(

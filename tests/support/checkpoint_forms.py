@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from appliance.checkpoint import write_safetensors
 from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.model.source import ModelSource, open_model
+from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.formats import awq, compressed_tensors, gptq
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.compressed_tensors_config import quantization_config

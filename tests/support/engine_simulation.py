@@ -20,12 +20,12 @@ from virtual_engine import build_engine, counts_of
 from virtual_model import content_of, logprob_of, next_token
 from virtual_runner import Clock, DeviceLostError
 
-from appliance.best_of import Likelihood, best
 from appliance.engine.nouns.request import FinishReason
 from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.beams.beam_group import BeamGroup
 from appliance.engine.scheduling.policy import may_admit, may_draft
 from appliance.errors import RequestError
+from appliance.text.best_of import Likelihood, best
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import SequenceDelta

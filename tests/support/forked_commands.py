@@ -21,7 +21,7 @@ from waiting import LIMIT
 
 SERVE = (
     "appliance.commands.serve",
-    "appliance.found_model",
+    "appliance.hub.found_model",
     "appliance.server.app",
     "appliance.server.serve",
     "appliance.tokenizer",

@@ -14,7 +14,7 @@ from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.tiers.write_behind import WriteBehind
-from appliance.gguf_names import is_gguf, parts_of
+from appliance.model_files.gguf_names import is_gguf, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

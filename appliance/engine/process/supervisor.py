@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from appliance import stages
 from appliance.engine.nouns.messages import (
     EndTokens,
     Load,
@@ -44,6 +43,7 @@ from appliance.errors import (
     ModelError,
 )
 from appliance.long_lived import start_task
+from appliance.progress import stages
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo, FromEngine, ToEngine

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.errors import AdapterError
-from appliance.gguf_names import is_gguf
 from appliance.model.adapters.base_factors import on_base
 from appliance.model.adapters.gguf_adapter import read_gguf
 from appliance.model.adapters.peft_folder import read_folder
 from appliance.model.adapters.peft_settings import CONFIG_NAME
 from appliance.model.adapters.targets import adapter_targets
+from appliance.model_files.gguf_names import is_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,7 @@ from appliance.model.families.rope import (
     section_of_layers,
 )
 from appliance.model.spec import RopeScaling, RopeSpec
-from appliance.rankers import check_labels, is_ranker
+from appliance.model_files.rankers import check_labels, is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

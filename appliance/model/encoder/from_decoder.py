@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import UnsupportedModelError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
@@ -30,7 +29,8 @@ from appliance.model.families.registry import (
 )
 from appliance.model.source import open_unchecked
 from appliance.model.spec import AttentionSpec, ScoreSpec
-from appliance.rankers import check_labels, is_ranker
+from appliance.model_files.checkpoint import CONFIG_NAME
+from appliance.model_files.rankers import check_labels, is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -65,7 +65,7 @@ from appliance.model.families.starcoder2 import STARCODER2
 from appliance.model.families.step3p7 import STEP3P7
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 from appliance.model.families.unread_gguf import NO_MODELS, UNREAD_GGUF
-from appliance.rankers import is_ranker
+from appliance.model_files.rankers import is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

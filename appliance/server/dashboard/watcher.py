@@ -14,7 +14,7 @@ import msgspec
 
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.events import PROTOCOL, Info, Log, ModelView, ReplicaView, Stats, encode_event
-from appliance.jobs import read_jobs
+from appliance.progress.jobs import read_jobs
 from appliance.server.dashboard.sequence_feed import SequenceFeed
 from appliance.version import __version__
 

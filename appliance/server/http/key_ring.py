@@ -15,8 +15,8 @@ from appliance.long_lived import tell
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from appliance.api_keys import ApiKey
     from appliance.config import ServerConfig
+    from appliance.config.api_keys import ApiKey
 
 SECONDS_BETWEEN_LOOKS = 1.0
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.api_keys import digest_of
+from appliance.config.api_keys import digest_of
 from appliance.errors import AuthError
 from appliance.log import RepeatedWarningFilter
 from appliance.server.http.bucket import Bucket
@@ -19,7 +19,7 @@ from appliance.server.http.errors import TooManyWrongKeysError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from appliance.api_keys import ApiKey
+    from appliance.config.api_keys import ApiKey
 
 BURST = 10  # different wrong keys from an address at once
 SECONDS_PER_GUESS = 6.0  # until an address may try another

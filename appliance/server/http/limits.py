@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.api_keys import KeyLimits
+from appliance.config.api_keys import KeyLimits
 from appliance.server.http.bucket import Bucket
 from appliance.server.http.errors import RateLimitError
 from appliance.wording import counted
@@ -19,7 +19,7 @@ from appliance.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from appliance.api_keys import ApiKey
+    from appliance.config.api_keys import ApiKey
 
 MINUTE = 60.0  # seconds
 _PARALLEL_RETRY_AFTER = 2.0  # seconds; the end of a request is unknown

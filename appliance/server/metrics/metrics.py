@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 
-from appliance.api_keys import NO_KEY
+from appliance.config.api_keys import NO_KEY
 from appliance.events import Quantiles
 from appliance.server.metrics.histogram import HistogramCollector
 from appliance.server.metrics.shared_metrics import SharedMetrics

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from appliance.adapter_names import NAME
-from appliance.api_keys import BARE_NAME
+from appliance.config.api_keys import BARE_NAME
 from appliance.engine.nouns.request import AdapterRef
+from appliance.engine.run.adapters.adapter_names import NAME
 from appliance.errors import RequestError
 from appliance.files import stamp_of
 from appliance.server.http.body import read_json
@@ -19,7 +19,7 @@ from appliance.server.http.openapi import describes
 from appliance.server.http.request_middleware import key_name
 
 if TYPE_CHECKING:
-    from appliance.adapter_names import AdapterRegistry
+    from appliance.engine.run.adapters.adapter_names import AdapterRegistry
     from appliance.server.models.model_state import ModelState
     from appliance.server.models.state import ServerState
 

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from appliance.adapter_names import LATEST, AdapterRegistry
-from appliance.api_keys import NO_KEY
+from appliance.config.api_keys import NO_KEY
 from appliance.engine.process.engine_state import EngineState
+from appliance.engine.run.adapters.adapter_names import LATEST, AdapterRegistry
 from appliance.errors import ApplianceError, EngineUnavailableError, UnknownModelError
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults, choose_defaults
+from appliance.model_files.sampling_defaults import (
+    NOTHING_RECOMMENDED,
+    SamplingDefaults,
+    choose_defaults,
+)
 from appliance.server.metrics.metrics import Metrics
 from appliance.server.models.grammar_checks import GrammarChecks
 from appliance.server.models.memory import settle

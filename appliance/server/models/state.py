@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.config import check_names
+from appliance.config.api_keys import BARE_NAME, NO_KEY
 from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ApplianceError, ConfigError, EngineError, UnknownModelError
 from appliance.log import RecentWarnings

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from appliance.best_of import best
 from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError
-from appliance.output import ChoiceText
 from appliance.server.metrics.metrics import RequestTimer, Seconds
 from appliance.server.requests.answer_choice import AnswerChoice
 from appliance.server.requests.exchange import CompletionTokensDetails, PromptTokensDetails, Usage
 from appliance.server.requests.merged import merged
 from appliance.server.requests.pieces import FinishedChoice, Piece
+from appliance.text.best_of import best
+from appliance.text.output import ChoiceText
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.best_of import Likelihood
 from appliance.dialects import CallArguments, CallBegin
 from appliance.engine.nouns.request import FinishReason
 from appliance.server.requests.pieces import Piece
+from appliance.text.best_of import Likelihood
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from appliance.dialects import Part, Reader
     from appliance.engine.nouns.messages import SequenceDelta, TokenLogprobs
-    from appliance.output import ChoiceText
+    from appliance.text.output import ChoiceText
 
 
 class AnswerChoice:

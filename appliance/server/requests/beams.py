@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.nouns.limits import check_beams
-from appliance.stop_pieces import stop_pieces
+from appliance.text.stop_pieces import stop_pieces
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.request import Request

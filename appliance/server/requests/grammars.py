@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import RequestError
 from appliance.grammar import Grammar, GrammarKind
 from appliance.grammar.token_names import check_token_names
-from appliance.vocabulary import vocabulary_of
+from appliance.text.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from appliance.best_of import with_logprobs
 from appliance.engine.nouns.limits import check_prompt
 from appliance.engine.nouns.sampling_params import GREEDY, SamplingParams
 from appliance.errors import ContextLengthError, RequestError
+from appliance.text.best_of import with_logprobs
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar
-    from appliance.sampling_defaults import SamplingDefaults
+    from appliance.model_files.sampling_defaults import SamplingDefaults
     from appliance.server.requests.schema import SamplingFields
 
 

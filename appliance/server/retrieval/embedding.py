@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from appliance.engine.nouns.request import Pooling
-    from appliance.retrieval_recipe import EmbeddingRecipe
+    from appliance.model_files.retrieval_recipe import EmbeddingRecipe
     from appliance.server.models.model_state import ModelState
     from appliance.server.requests.schema import TermsFields
 

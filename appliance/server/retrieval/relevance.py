@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import ChatTemplateError, RequestError
-from appliance.retrieval_recipe import EmbeddingRecipe
+from appliance.model_files.retrieval_recipe import EmbeddingRecipe
 from appliance.server.http.request_middleware import key_name
 from appliance.server.retrieval.embedding import (
     MAX_INPUTS,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from appliance.retrieval_recipe import RerankRecipe
+    from appliance.model_files.retrieval_recipe import RerankRecipe
     from appliance.server.models.model_state import ModelState
     from appliance.server.requests.schema import TermsFields
     from appliance.server.retrieval.readings import Readings

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from appliance.retrieval_recipe import EmbeddingRecipe
+    from appliance.model_files.retrieval_recipe import EmbeddingRecipe
 
 
 _ERF = np.vectorize(math.erf, otypes=[np.float32])

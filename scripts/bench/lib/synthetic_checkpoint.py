@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.checkpoint import write_safetensors
 from appliance.kernels.packed import PackedWeight
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
+from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.formats.compressed_tensors_config import quantization_config
 from bench.lib.families import family_of_config

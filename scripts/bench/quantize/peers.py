@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from appliance.checkpoint import write_safetensors
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.model.source import open_model
+from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model

@@ -32,7 +32,7 @@ from appliance.model.encoder.native_loader import load_native_decoder, load_nati
 from appliance.model.encoder.native_size import native_bytes
 from appliance.model.encoder.source import EncoderSource, open_checked, reads_only
 from appliance.model.families.registry import family_of_gguf
-from appliance.retrieval_recipe import recipe_of_gguf
+from appliance.model_files.retrieval_recipe import recipe_of_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from appliance.checkpoint import SafetensorsFolder, write_safetensors
+from appliance.model_files.checkpoint import SafetensorsFolder, write_safetensors
 
 
 @pytest.fixture

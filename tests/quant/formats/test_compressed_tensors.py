@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense
+from appliance.model_files.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import (
     decode,

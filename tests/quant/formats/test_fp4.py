@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.fp4 import Fp4Weight
+from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats import open_weights
 
 FolderOf = Callable[[dict[str, Tensor], object], SafetensorsFolder]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.kernels import arrays
 from appliance.kernels.weight import dense
+from appliance.model_files.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.quant.formats import open_weights
 
 MODULE = "model.layers.0.mlp.up_proj"

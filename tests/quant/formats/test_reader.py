@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from appliance.checkpoint import SafetensorsFolder, read_config, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.packed import PackedWeight
+from appliance.model_files.checkpoint import SafetensorsFolder, read_config, write_safetensors
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.formats.compressed_tensors_config import quantization_config

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import CheckpointError, QuantizeError, UnsupportedModelError
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats import awq, gptq, open_weights
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.gptq import V1, V2, GptqLayout

@@ -21,6 +21,7 @@ from appliance.errors import ConfigError, ModelError, QuantizeError
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
+from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.gguf.settings import FileSettings
 from appliance.quant.methods import data_free, rtn
@@ -29,7 +30,6 @@ from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.schemes import choose_scheme, gguf_scheme
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quantize_events import QuantizeEvent, UnitFinished
 from appliance.tokenizer import Tokenizer
 
 MakeFolder = Callable[..., Path]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from teacher_forcing import logits_of
 
-from appliance.checkpoint import write_safetensors
 from appliance.kernels.backend import select_backend
 from appliance.kernels.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
+from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model

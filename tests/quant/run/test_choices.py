@@ -14,6 +14,7 @@ from expert_models import save_experts
 
 from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model
+from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
 from appliance.quant.formats.scheme import SuperBlockScheme, WeightScheme
 from appliance.quant.run import choices
 from appliance.quant.run.choices import choose_open
@@ -21,7 +22,6 @@ from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import dry_run, quantize_model
 from appliance.quant.run.schemes import read_asked
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quantize_events import QuantizeEvent, UnitFinished
 
 MakeFolder = Callable[..., Path]
 BEST = Method.AWQ_GPTQ

@@ -16,6 +16,7 @@ from large_model import LETTERS, write_large_model
 
 from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model
+from appliance.progress.quantize_events import QuantizeEvent, RunPlanned
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run import dry_run, memory_plan
 from appliance.quant.run.memory import MemoryUse
@@ -25,7 +26,6 @@ from appliance.quant.run.pipeline import dry_run as try_out
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.plan import make_plan
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quantize_events import QuantizeEvent, RunPlanned
 
 MIB = 1 << 20
 BESIDE_LIBRARIES = 140 * MIB
@@ -37,7 +37,7 @@ from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quantize_events import RunPlanned
+from appliance.progress.quantize_events import RunPlanned
 
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -14,19 +14,26 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from appliance.checkpoint import SafetensorsFolder
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, QuantizeError
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
+from appliance.model_files.checkpoint import SafetensorsFolder
+from appliance.model_files.retrieval_recipe import recipe_of_folder
+from appliance.progress.quantize_events import (
+    Done,
+    QuantizeEvent,
+    RunPlanned,
+    Start,
+    UnitFinished,
+    Written,
+)
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
 from appliance.quant.run import pipeline, writing
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quantize_events import Done, QuantizeEvent, RunPlanned, Start, UnitFinished, Written
-from appliance.retrieval_recipe import recipe_of_folder
 
 MakeFolder = Callable[..., Path]
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -17,6 +17,14 @@ import pytest
 import torch
 
 from appliance.errors import ChangedRunError, QuantizeError
+from appliance.progress.quantize_events import (
+    QuantizeEvent,
+    RunFailed,
+    RunPlanned,
+    Start,
+    UnitFinished,
+    decode_event,
+)
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.options import Method, QuantizeOptions
@@ -25,14 +33,6 @@ from appliance.quant.run.staging import StagingFolders
 from appliance.quant.run.writing import UnitWriter
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk import stream
-from appliance.quantize_events import (
-    QuantizeEvent,
-    RunFailed,
-    RunPlanned,
-    Start,
-    UnitFinished,
-    decode_event,
-)
 
 MakeFolder = Callable[..., Path]
 RUNNER = Path(__file__).parents[2] / "support" / "killed_runs.py"

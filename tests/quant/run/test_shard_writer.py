@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from appliance.checkpoint import SafetensorsFolder
+from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout, split_into_shards
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]

@@ -23,8 +23,8 @@ from appliance.events import (
     Snapshot,
     Stats,
 )
-from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
+from appliance.progress.jobs import JobFile
 from appliance.server.dashboard.admin import MAX_WATCHERS, accepts_gzip
 from appliance.server.dashboard.sequence_feed import TokenRate
 from appliance.server.dashboard.watcher import LogFeed, TokenRates

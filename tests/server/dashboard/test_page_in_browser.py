@@ -12,8 +12,8 @@ import pytest
 from browser import PHONE, opened
 from waiting import until
 
-from appliance.jobs import JobFile
-from appliance.sampling_defaults import SamplingDefaults
+from appliance.model_files.sampling_defaults import SamplingDefaults
+from appliance.progress.jobs import JobFile
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from appliance.api_keys import ApiKey, check_keys
 from appliance.config import ServerConfig
+from appliance.config.api_keys import ApiKey, check_keys
 from appliance.server.http.errors import RateLimitError
 from appliance.server.http.key_ring import SECONDS_BETWEEN_LOOKS, KeyRing
 from appliance.server.http.limits import KeyUse

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import LIMIT, until
 
-from appliance.api_keys import ApiKey, check_keys
 from appliance.config import ServerConfig
+from appliance.config.api_keys import ApiKey, check_keys
 from appliance.errors import AuthError
 from appliance.server.dashboard.web_page import DOCUMENTS, FILES, OPEN_PATHS
 from appliance.server.http.errors import ForbiddenError, TooManyWrongKeysError

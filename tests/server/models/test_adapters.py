@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from waiting import until
 
-from appliance.adapter_names import AdapterRegistry
 from appliance.config import EngineConfig
 from appliance.engine.process.engine_state import EngineState
+from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:

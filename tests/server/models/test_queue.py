@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.api_keys import check_keys
 from appliance.config import ServerConfig
+from appliance.config.api_keys import check_keys
 from appliance.errors import QueueFullError
 from appliance.server.metrics.metrics import Metrics
 from appliance.server.models.queue import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, Queue

@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.sampling_defaults import SamplingDefaults
+from appliance.model_files.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve

@@ -17,7 +17,7 @@ import pytest
 from waiting import until
 
 from appliance.engine.nouns.request import Pooling
-from appliance.retrieval_recipe import EmbeddingRecipe, RetrievalRecipe
+from appliance.model_files.retrieval_recipe import EmbeddingRecipe, RetrievalRecipe
 from appliance.server.retrieval import readings
 from tests.server.ollama.test_ollama import client_of
 

@@ -12,7 +12,7 @@ from transformers_gguf import load_with_transformers
 from appliance.engine.nouns.request import Pooling
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.restarts import SupervisionLimits
-from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
+from appliance.model_files.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

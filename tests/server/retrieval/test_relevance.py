@@ -13,7 +13,7 @@ from waiting import until
 
 from appliance.errors import ChatTemplateError
 from appliance.files import write_json
-from appliance.retrieval_recipe import (
+from appliance.model_files.retrieval_recipe import (
     QWEN3_INSTRUCTION,
     QWEN3_RERANKER,
     EmbeddingRecipe,

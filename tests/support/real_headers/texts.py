@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from appliance.errors import ApplianceError
-from appliance.sampling_defaults import RANGES
+from appliance.model_files.sampling_defaults import RANGES
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.from_folder import read_folder
 from real_headers.trial import Outcome

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from appliance.checkpoint import SafetensorsFolder, write_json, write_safetensors
 from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
 from appliance.kernels.arrays import dtype_name
+from appliance.model_files.checkpoint import SafetensorsFolder, write_json, write_safetensors
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.progress import ProgressLine
+from appliance.progress.progress import ProgressLine
 
 
 def test_lines_where_no_bar_can_be_drawn(capsys: pytest.CaptureFixture[str]) -> None:

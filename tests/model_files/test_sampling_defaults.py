@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.sampling_defaults import (
+from appliance.model_files.sampling_defaults import (
     NOTHING_RECOMMENDED,
     RANGES,
     SamplingDefaults,

@@ -8,8 +8,8 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 
 from appliance.config import EngineConfig
-from appliance.draft_names import resolve_draft
 from appliance.errors import ConfigError, ModelError
+from appliance.hub.draft_names import resolve_draft
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from appliance import stages
+from appliance.progress import stages
 
 
 def test_stages_add_up_to_the_whole() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import open_regular, read_bytes, read_json
-from appliance.rankers import is_ranker
+from appliance.model_files.rankers import is_ranker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -343,7 +343,7 @@ def _with_dense(recipe: EmbeddingRecipe, path: Path) -> EmbeddingRecipe:
     Raises:
         CheckpointError: they are missing, damaged or pickled, or do not fit what is before them.
     """
-    from appliance.checkpoint import SafetensorsFolder  # loads numpy
+    from appliance.model_files.checkpoint import SafetensorsFolder  # loads numpy
 
     config = read_json(path / "config.json")
     name = config.get("activation_function", _TANH)

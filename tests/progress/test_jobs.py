@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.events import Job
-from appliance.jobs import JobFile, read_jobs
+from appliance.progress.jobs import JobFile, read_jobs
 
 
 def the_job(folder: Path) -> Job:
@@ -19,7 +19,7 @@ def the_job(folder: Path) -> Job:
 
 def test_a_task_is_known_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("appliance.jobs.time.monotonic", lambda: now)
+    monkeypatch.setattr("appliance.progress.jobs.time.monotonic", lambda: now)
     folder = tmp_path / "jobs"
     assert read_jobs(folder) == {}
     with JobFile(folder, "quantize tiny") as job:
@@ -54,7 +54,7 @@ def test_all_that_is_known_of_a_part_is_told(tmp_path: Path) -> None:
 
 KILLED = """
 import os, pathlib, signal, sys
-from appliance.jobs import JobFile
+from appliance.progress.jobs import JobFile
 
 with JobFile(pathlib.Path(sys.argv[1]), "killed") as job:
     job.update("s", 1, 2)

@@ -13,7 +13,7 @@ from appliance.config.named_paths import named_paths
 from appliance.engine.nouns.request import AdapterRef
 from appliance.errors import ConfigError
 from appliance.files import stamp_of
-from appliance.gguf_names import is_gguf
+from appliance.model_files.gguf_names import is_gguf
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.api_keys import (
+from appliance.config import ServerConfig, known_keys, load_settings, own_key
+from appliance.config.api_keys import (
     ApiKey,
     KeyLimits,
     check_keys,
@@ -13,7 +14,6 @@ from appliance.api_keys import (
     read_keys,
     show_limits,
 )
-from appliance.config import ServerConfig, known_keys, load_settings, own_key
 from appliance.errors import ConfigError
 
 SECRET = "sk-9f1c-anna"

@@ -17,9 +17,9 @@ from appliance.gguf import read_header
 from appliance.model.encoder.families import ENCODERS
 from appliance.model.encoder.gguf_families import GGUF_ENCODERS
 from appliance.model.families.registry import GGUF_RELATIVES, TWO_WAY_RELATIVES
-from appliance.retrieval_recipe import ENCODERS as KNOWN_ENCODERS
-from appliance.retrieval_recipe import GGUF_ENCODERS as KNOWN_GGUF_ENCODERS
-from appliance.retrieval_recipe import NOTHING_SAID, recipe_of_folder, recipe_of_gguf
+from appliance.model_files.retrieval_recipe import ENCODERS as KNOWN_ENCODERS
+from appliance.model_files.retrieval_recipe import GGUF_ENCODERS as KNOWN_GGUF_ENCODERS
+from appliance.model_files.retrieval_recipe import NOTHING_SAID, recipe_of_folder, recipe_of_gguf
 from appliance.server.retrieval.vectors import matrix_of
 
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}

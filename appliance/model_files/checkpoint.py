@@ -27,7 +27,7 @@ from appliance.files import (
     write_json,
 )
 from appliance.kernels import arrays
-from appliance.other_forms import form_of_folder, kind_of_folder
+from appliance.model_files.other_forms import form_of_folder, kind_of_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

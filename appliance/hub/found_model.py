@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.config import cache_dir
-from appliance.draft_names import resolve_draft
 from appliance.hub import ResolvedModel, resolve_adapters, resolve_model
+from appliance.hub.draft_names import resolve_draft
 from appliance.hub.growth import ignore_progress
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Files beside a model's weights: settings, recipes, names. Imports no torch."""

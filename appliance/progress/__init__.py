@@ -1,0 +1,1 @@
+"""Progress of long tasks: lines, stages, jobs, events of quantizing."""

@@ -1,0 +1,1 @@
+"""Text from token ids, as server and LLM share it."""
