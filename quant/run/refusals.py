@@ -88,7 +88,9 @@ def refuse_quantized(model_path: Path) -> None:
 
 def refuse_unsaid(source: ModelSource) -> None:
     """Refuse a GGUF model that no config.json of its family describes, as its biases do."""
-    if source.path.is_file() and source.family.spec(source.config) != source.spec:
+    # A class of transformers is described from the settings alone.
+    is_described = source.path.is_file() and source.fallback is None
+    if is_described and source.family.spec(source.config) != source.spec:
         raise QuantizeError(
             f"{source.path} has biases that the config.json of a {source.family.model_type} model "
             "cannot say, so a folder of it would be another model; use --format gguf"

@@ -19,6 +19,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations, TorchOperations
 from appliance.model.source import open_model
+from appliance.quant.run.refusals import refuse_unsaid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,3 +131,22 @@ def test_a_tensor_without_a_place_is_refused_by_name(name: str, tmp_path: Path) 
     path = write_file(tmp_path / "model.gguf", "apertus", made("apertus"), extra=extra)
     with pytest.raises(ModelError, match=f"tensor {name} has no place"):
         open_model(path)
+
+
+@pytest.mark.parametrize("label", MODELS)
+def test_a_folder_of_a_file_is_the_same_model_to_transformers(
+    label: str, token_ids: list[int], tmp_path: Path
+) -> None:
+    """As `quantize` writes it: the settings of the file, and the tensors under their own names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = made(label)
+    source = open_model(write_file(tmp_path / "model.gguf", label, model))
+    refuse_unsaid(source)
+    folder = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source.config)).eval().float()
+    tensors: Any = {slot.name: source.weights.load(slot.name) for slot in source.slots()}
+    left, unknown = folder.load_state_dict(tensors, strict=False)
+    assert not unknown
+    assert set(left) <= {"lm_head.weight"}
+    wanted = expected(model, token_ids)
+    torch.testing.assert_close(expected(folder, token_ids), wanted, atol=1e-4, rtol=1e-4)
