@@ -142,7 +142,10 @@ class CompressedTensorsWeights(DenseWeights):
             return self._folder.shape(name)
         shape = self._part(name, SHAPE).reshape(-1).tolist()
         if any(type(size) is not int or size < 1 for size in shape):
-            raise CheckpointError(f"{name}{SHAPE} holds {shape}, which is no shape of a matrix")
+            raise CheckpointError(
+                f"{name}{SHAPE} holds {shape}, which is no shape of a matrix; "
+                "download or quantize the model again"
+            )
         return shape[0], shape[1]
 
     def packed_bits(self, name: str) -> int | None:
@@ -215,7 +218,8 @@ class CompressedTensorsWeights(DenseWeights):
         found = math.prod(self._folder.shape(name + part))
         if part == SHAPE and found != 2:
             raise CheckpointError(
-                f"{name + part} holds {found} numbers, which is no shape of a matrix"
+                f"{name + part} holds {found} numbers, which is no shape of a matrix; "
+                "download or quantize the model again"
             )
         return self._folder.load(name + part)
 
@@ -297,7 +301,10 @@ def decode_integers(name: str, codes: Tensor, parts: Mapping[str, Tensor]) -> Pa
     """
     scale, zero_points = parts[name + SCALE], parts.get(name + ZERO_POINT)
     if codes.dim() != 2:
-        raise CheckpointError(f"{name} has shape {tuple(codes.shape)}, which is no matrix")
+        raise CheckpointError(
+            f"{name} has shape {tuple(codes.shape)}, which is no matrix; "
+            "download or quantize the model again"
+        )
     rows, columns = codes.shape
     if scale.numel() in (1, rows):
         scale = scale.reshape(-1, 1)

@@ -116,7 +116,10 @@ class Fp8Weights(DenseWeights):
             return self._folder.load(name)
         codes = self._folder.load(name)
         if codes.dim() != 2:
-            raise CheckpointError(f"{name} has shape {tuple(codes.shape)}, which is no matrix")
+            raise CheckpointError(
+                f"{name} has shape {tuple(codes.shape)}, which is no matrix; "
+                "download or quantize the model again"
+            )
         module = name.removesuffix(WEIGHT)
         is_blockwise = module + BLOCK_SCALE in self._stored
         scale_name = module + (BLOCK_SCALE if is_blockwise else TENSOR_SCALE)
@@ -144,7 +147,10 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
     found = tuple(scale.shape)
     if arrays.dtype_name(scale.dtype) not in SCALE_DTYPES:
-        raise CheckpointError(f"{name} has type {scale.dtype}, which no scale has")
+        raise CheckpointError(
+            f"{name} has type {scale.dtype}, which no scale has; "
+            "download or quantize the model again"
+        )
     values = scale.float()
     if not arrays.is_finite(values):
         raise CheckpointError(f"{name} holds NaN or infinity; quantize the model again")

@@ -82,7 +82,10 @@ class WordPackedWeights(DenseWeights):
             return self._folder.shape(name)
         words = self._folder.shape(module + QWEIGHT)
         if len(words) != 2 or min(words) < 1:
-            raise CheckpointError(f"{module}{QWEIGHT} has shape {words}, which is no matrix")
+            raise CheckpointError(
+                f"{module}{QWEIGHT} has shape {words}, which is no matrix; "
+                "download or quantize the model again"
+            )
         return self._layout(module).shape(words)
 
     def packed_bits(self, name: str) -> int | None:

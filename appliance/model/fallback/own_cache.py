@@ -286,7 +286,7 @@ def goes_on_with_several(begun: Begun, vocab_size: int, device: torch.device) ->
         raise UnsupportedModelError(
             f"{type(begun.body).__name__} of transformers, tried on {_TRIED} tokens, reads the"
             f" first half of a text by what follows it ({error:.0%} apart): it attends in both"
-            " directions, and what it says would depend on how a text is cut"
+            " directions, and what it says would depend on how a text is cut; choose another model"
         )
     start, held = begun.read(ids[:half], None)
     at_once, _ = begun.read(ids[half:], begun.copied(held))
@@ -303,7 +303,7 @@ def goes_on_with_several(begun: Begun, vocab_size: int, device: torch.device) ->
             raise UnsupportedModelError(
                 f"{type(begun.body).__name__} of transformers, tried on {_TRIED} tokens, reads"
                 f" {name} otherwise than the whole at once ({error:.0%} apart): what it says would"
-                " depend on how a text is cut"
+                " depend on how a text is cut; choose another model"
             )
     error = _difference(at_once, singly)
     if error > _OTHER_PAST:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
 
+_SCALINGS = ("none", "linear", "yarn", "longrope")  # all that llama.cpp knows
 GGUF_NAMES = TensorNames(
     embedding="token_embd",
     final_norm="output_norm",
@@ -273,6 +274,8 @@ def gguf_growing_rope(meta: ConfigReader) -> dict[str, Any]:
 def gguf_rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
     """Read the scaling of frequencies as a Hugging Face config describes it."""
     kind = meta.text("rope.scaling.type", "linear")  # llama.cpp's default, without effect at 1
+    if kind not in _SCALINGS:
+        raise meta.refuse("rope.scaling.type", ", ".join(_SCALINGS))
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
     if kind in ("none", "longrope") or (factor == 1.0 and kind in ("linear", "yarn")):
         return None

@@ -257,7 +257,7 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
     if sum(router.num_experts for router in experts) > _MOST_EXPERTS:
         raise UnsupportedModelError(
             f"{origin}: {len(experts)} layers of {experts[0].num_experts} experts are more than "
-            f"the {_MOST_EXPERTS} experts that a model can have here"
+            f"the {_MOST_EXPERTS} experts that a model can have here; choose a smaller one"
         )
     if not spec.cache_layers and spec.own_cache is None:
         raise UnsupportedModelError(
@@ -269,7 +269,7 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
         if latent.latent % 2:
             raise UnsupportedModelError(
                 f"{origin}: kv_lora_rank is {latent.latent}, but must be even, as the cache holds a"
-                " token in two halves"
+                " token in two halves; choose another model"
             )
     for attention in set(spec.attention_layers.values()) | set(spec.latent_layers.values()):
         rope = attention.rope

@@ -53,7 +53,8 @@ def _read_turning(config: ConfigReader) -> list[bool]:
     if not isinstance(listed, list) or len(listed) < layers or not set(listed) <= {0, 1}:
         raise CheckpointError(
             f"{config.origin}: no_rope_layers must list 1 (with RoPE) or 0 for each layer, "
-            f"num_hidden_layers = {layers}, but is {str(listed)[:80]}"
+            f"num_hidden_layers = {layers}, but is {str(listed)[:80]}; take "
+            "the config.json of its makers"
         )
     return [bool(turning) for turning in listed[:layers]]
 
