@@ -14,6 +14,7 @@ from teacher_forcing import logits_of
 
 from appliance.errors import QuantizeError
 from appliance.kernels.cpu.engine import NativeEngine
+from appliance.model import source
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations
 from appliance.model.source import open_model
@@ -33,6 +34,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hunyuan with experts has a family of its own by now."""
+    monkeypatch.setattr(source, "find_family", lambda config: None)
 
 
 @pytest.fixture(scope="module", params=["stablelm", "hunyuan-experts"])
@@ -65,9 +72,9 @@ def test_eight_bits_are_packed_and_answer_nearly_as_before(folder: Path, tmp_pat
     # On average: a row whose experts change with the rounding says something else.
     assert 0 < float((after - before).abs().mean()) < 0.05 * float(before.std())
     packed = [slot.name for slot in open_model(out).slots() if slot.is_linear]
-    source = open_model(out)
+    weights = open_model(out).weights
     assert packed
-    assert all(source.weights.packed_bits(name) == 8 for name in packed)
+    assert all(weights.packed_bits(name) == 8 for name in packed)
 
 
 @pytest.mark.parametrize("method", [Method.GPTQ, Method.AWQ])
