@@ -150,8 +150,10 @@ async def test_a_chat_without_a_server(
     await typist.sees("of the context")
     typist.type("/set max_tokens 900\n")
     await typist.sees("max_tokens 900")
-    typist.type("Count from one to one thousand, all numbers in words.\n")
-    await typist.sees("wo")
+    typist.type("Count from one to one thousand, and spell each number.\n")
+    await typist.sees("number.\r\n")  # shown as it is typed
+    await typist.sees("\x1b[?2004l\r")  # and sent
+    await typist.sees(" ")  # of the answer
     typist.type("\x03")
     await typist.sees("stopped")
     typist.type("/exit\n")

@@ -69,7 +69,10 @@ def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
 ) -> None:
     assert why_unsupported(open_model(folder)) is None
     whole = logits_of(native(folder), token_ids)
-    torch.testing.assert_close(whole, by_transformers(model, token_ids), atol=1e-4, rtol=0)
+    expected = by_transformers(model, token_ids)
+    # Of Step 3.7, whose logits spread by 3.1, transformers' float32 is 1.8e-4 off its own float64.
+    most = 1e-4 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(whole, expected, atol=most, rtol=0)
     shared_out = native(folder, threads=3)
     for chunks in ([7, 1, 9, 20, 1, 1, 6], [1] * 45):
         cut = logits_of(shared_out, token_ids, chunks=chunks, block_table=(5, 2, 7))
