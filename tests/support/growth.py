@@ -8,6 +8,7 @@ that is compared within one run, with inputs that are large enough for it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
@@ -104,13 +105,11 @@ def check_growth(make: Make, size: int, enough: float) -> None:
 
 def _repeated(check: Callable[[], None]) -> None:
     """Fail if a check fails each time: another thread's memory, or work beside it, may do once."""
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            return check()
-        except AssertionError:
-            if not left:
-                raise
-    return None
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(AssertionError):
+            check()
+            return
+    check()
 
 
 def _check_bytes(make: Make, size: int) -> None:

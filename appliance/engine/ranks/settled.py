@@ -46,15 +46,15 @@ def start_native(
     """
     config, held = ranks.config, _held_bytes(ranks, source, measure, kv_bytes_per_token)
     of_stages = (config, source, ranks.division.split, precision, library)
-    can_be_whole, why_shares = True, ""
+    why_shares = ""
     try:
         check_stages(source.spec, ranks.size)
     except ConfigError as error:
-        can_be_whole, why_shares = False, str(error).partition(";")[0]
+        why_shares = str(error).partition(";")[0]
     started = StartedRanks.begin(config.ranks_setting, ranks.threads)
     started = replace(started, why_shares=why_shares)
     if not ranks.division.bounds:
-        if not (can_be_whole and started.slowest.is_slow):
+        if why_shares or not started.slowest.is_slow:
             return _with_shares(ranks, source, held, started)
         why_whole = f"{config.ranks_setting} needs a faster link than {started.slowest}"
         started = replace(started, why_whole=why_whole)

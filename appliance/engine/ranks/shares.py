@@ -63,23 +63,19 @@ class HeldBytes:
         """Return each rank's bytes of weights, and of one sequence's cache and states."""
         return tuple(
             sum(num_bytes * portion(shard, slot) for slot, num_bytes in self.tensors)
-            + sum(map(self._cached(shard), range(len(shard.layers))))
+            + sum(self._cached(shard, index) for index in range(len(shard.layers)))
             for shard in shards
         )
 
-    def _cached(self, shard: Shard) -> Callable[[int], float]:
-        whole = shard.whole
-
-        def num_bytes(index: int) -> float:
-            own, heads = shard.spec.layers[index].mixer, shard.layers[index].heads
-            if isinstance(own, RecurrentSpec):
-                return 4.0 * sum(map(prod, own.state))
-            mixer = whole.cache_layers.get(index)
-            if mixer is None:
-                return 0.0
-            return self.kv_bytes * (1.0 if heads is None else kept_portion(mixer, heads))
-
-        return num_bytes
+    def _cached(self, shard: Shard, index: int) -> float:
+        """Return the bytes of a sequence's state, or keys and values, in one layer of a rank."""
+        own, heads = shard.spec.layers[index].mixer, shard.layers[index].heads
+        if isinstance(own, RecurrentSpec):
+            return 4.0 * sum(map(prod, own.state))
+        mixer = shard.whole.cache_layers.get(index)
+        if mixer is None:
+            return 0.0
+        return self.kv_bytes * (1.0 if heads is None else kept_portion(mixer, heads))
 
 
 def choose_split(
