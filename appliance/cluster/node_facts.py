@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.config import SELF_DRAFT
-from appliance.config.named_paths import named_paths
+from appliance.config.values import named_paths
 from appliance.engine.served_model import weights_digest
 from appliance.errors import ApplianceError, ConfigError
 from appliance.hub.found_model import find_model_of

@@ -14,7 +14,7 @@ import typer
 
 from appliance.commands.asked_server import Config, Url, asked_server, require_models
 from appliance.config import EngineConfig, ServerConfig, written_settings
-from appliance.config.folders import CONFIG_VARIABLE
+from appliance.config.environment import CONFIG_VARIABLE
 from appliance.config.setting import fields_of
 from appliance.errors import ConfigError
 from appliance.version import __version__

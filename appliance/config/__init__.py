@@ -1,17 +1,31 @@
 """Settings from flags, environment and TOML, read once into frozen structs.
 
-Add a setting in `sections`. Only this package reads environment variables; it imports nothing
-heavy.
+Add a setting to the struct of its section: `engine`, `server` or `top`. Only this package reads
+environment variables; it imports nothing heavy.
 """
 
 from appliance.config.address import authority_to_trust, local_url, network_url, server_to_watch
-from appliance.config.folders import cache_dir, config_path, jobs_dir, kv_dir
-from appliance.config.keys import api_key_from_environment, key_file, known_keys, own_key
-from appliance.config.model_tables import ModelConfig, Settings, check_names
-from appliance.config.sections import SECTIONS, SELF_DRAFT, EngineConfig
-from appliance.config.server_section import ServerConfig
-from appliance.config.service import ServiceSocket, service_socket
+from appliance.config.engine import SELF_DRAFT, EngineConfig
+from appliance.config.environment import (
+    ServiceSocket,
+    cache_dir,
+    config_path,
+    jobs_dir,
+    kv_dir,
+    service_socket,
+)
+from appliance.config.server import (
+    ServerConfig,
+    api_key_from_environment,
+    key_file,
+    known_keys,
+    own_key,
+)
 from appliance.config.sources import (
+    SECTIONS,
+    ModelConfig,
+    Settings,
+    check_names,
     load_section,
     load_settings,
     unknown_variables,
@@ -19,8 +33,8 @@ from appliance.config.sources import (
     with_kv_folder,
     written_settings,
 )
-from appliance.config.top_section import TopConfig
-from appliance.config.units import parse_duration, parse_size
+from appliance.config.top import TopConfig
+from appliance.config.values import parse_duration, parse_size
 
 __all__ = [
     "SECTIONS",

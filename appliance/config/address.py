@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from appliance.config.api_keys import BARE_NAME
-from appliance.config.keys import api_key_from_environment, known_keys
-from appliance.config.server_section import ServerConfig
+from appliance.config.server import ServerConfig, api_key_from_environment, known_keys
 from appliance.config.sources import load_section
 
 if TYPE_CHECKING:
-    from appliance.config.top_section import TopConfig
+    from appliance.config.top import TopConfig
 
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listening address to local address
 _ELSEWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # addresses for documentation

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from textwrap import wrap
 
-from appliance.config.sections import SECTIONS
 from appliance.config.setting import Field, Group, Unit, fields_of
+from appliance.config.sources import SECTIONS
 
 _TITLES = {
     "server": "The server: addresses, keys, requests, log",

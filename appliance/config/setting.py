@@ -1,7 +1,7 @@
 """Describes a setting: its valid values, and messages for invalid ones.
 
 Flags, environment, configuration files and the reference all read these definitions, which annotate
-the fields of the structs in `sections`.
+the fields of the structs in `engine`, `server` and `top`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 
 from appliance.config.api_keys import ApiKey
-from appliance.config.units import parse_duration, parse_size, show_duration, show_size
+from appliance.config.values import parse_duration, parse_size, show_duration, show_size
 from appliance.errors import ConfigError
 
 ENV_PREFIX = "APPLIANCE_"

@@ -1,4 +1,7 @@
-"""Merges flags over environment over configuration file over defaults, tracking origins."""
+"""Merges flags over environment over configuration file over defaults, tracking origins.
+
+A file may have a table [models.NAME] for each of several models, and aliases.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,26 +18,64 @@ from typing import Any, TypeVar
 import msgspec
 
 from appliance.config.api_keys import check_private
-from appliance.config.folders import OTHER_VARIABLES, config_path, is_credential, kv_dir
-from appliance.config.keys import known_keys
-from appliance.config.model_tables import (
-    ALIASES,
-    MODELS,
-    ModelConfig,
-    Settings,
-    alias_table,
-    check_names,
-    model_tables,
-)
-from appliance.config.sections import SECTIONS, EngineConfig
-from appliance.config.server_section import ServerConfig
+from appliance.config.engine import EngineConfig
+from appliance.config.environment import OTHER_VARIABLES, config_path, is_credential, kv_dir
+from appliance.config.server import ServerConfig, known_keys
 from appliance.config.setting import ENV_PREFIX, fields_of, flag_of, nearest
+from appliance.config.top import TopConfig
 from appliance.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 AnySection = TypeVar("AnySection", bound=msgspec.Struct)
 Given = Mapping[str, object]
+
+SECTIONS: dict[str, type[EngineConfig] | type[ServerConfig] | type[TopConfig]] = {
+    "server": ServerConfig,
+    "engine": EngineConfig,
+    "top": TopConfig,
+}
+MODELS, ALIASES = "models", "aliases"  # tables of the file beside its sections
+_NAME = re.compile(r"\w[\w./:@+-]{0,127}")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model and its settings.
+
+    Attributes:
+        name: id in the API; None for the model's own.
+    """
+
+    engine: EngineConfig
+    name: str | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a server.
+
+    Attributes:
+        engine: for the model, if no table describes one.
+        models: of the file's tables; the first is loaded first.
+        aliases: model name by alias.
+    """
+
+    engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    models: tuple[ModelConfig, ...] = ()
+    aliases: dict[str, str] = {}
+
+    @property
+    def served(self) -> tuple[ModelConfig, ...]:
+        """Models to serve, at least one."""
+        plain = ModelConfig(engine=self.engine, name=self.server.served_model_name)
+        return self.models or (plain,)
+
+    def with_engines(self, change: Callable[[EngineConfig], EngineConfig]) -> Settings:
+        """Return settings with every model's settings changed."""
+        models = tuple(
+            msgspec.structs.replace(one, engine=change(one.engine)) for one in self.models
+        )
+        return msgspec.structs.replace(self, engine=change(self.engine), models=models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +127,12 @@ def _load_models(given: Given, path: Path | None) -> dict[str, Any]:
     parsed = {} if file is None else _parse(file)[0]
     if file is None or not (parsed.get(MODELS) or parsed.get(ALIASES)):
         return {}
-    aliases = alias_table(file, parsed)
+    aliases = _alias_table(file, parsed)
     asked = written_settings(EngineConfig, given, path).get("model")
     first = "" if asked is None else str(asked.value)
     first = aliases.get(first, first)
     models = []
-    for name, table in model_tables(file, parsed).items():
+    for name, table in _model_tables(file, parsed).items():
         place = f"{file}: {MODELS}.{name}"
         written = written_settings(
             EngineConfig, {**given, "model": None}, path, table=(place, table)
@@ -110,6 +151,65 @@ def _load_models(given: Given, path: Path | None) -> dict[str, Any]:
         return {}
     models.sort(key=lambda one: one.name != first)
     return {"models": tuple(models), "aliases": aliases}
+
+
+def _model_tables(path: Path, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the keys of each model's table, or raise ConfigError for an invalid one."""
+    models = tables.get(MODELS, {})
+    fields = fields_of(EngineConfig)
+    if not isinstance(models, dict):
+        raise ConfigError(f"{path}: {MODELS} must be tables: [{MODELS}.NAME]")
+    for name, table in models.items():
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{path}: {MODELS}.{name} must be a table: [{MODELS}.{name}], with a line"
+                f" model = {table!r}"
+            )
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{path}: [{MODELS}.{name!r}]: a name has letters, digits and . / : @ + - inside,"
+                " at most 128"
+            )
+        for key in table:
+            if key not in fields:
+                raise ConfigError(
+                    f"{path}: unknown key {key!r} in [{MODELS}.{name}]{nearest(key, fields)}"
+                )
+    return models
+
+
+def _alias_table(path: Path, tables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the model name of each alias, or raise ConfigError for an invalid table."""
+    aliases = tables.get(ALIASES, {})
+    if not isinstance(aliases, dict):
+        raise ConfigError(f"{path}: {ALIASES} must be a table: [{ALIASES}]")
+    for alias, name in aliases.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(alias):
+            raise ConfigError(f'{path}: {ALIASES}.{alias} must be a line ALIAS = "NAME"')
+    return aliases
+
+
+def check_names(names: Iterable[str], aliases: Mapping[str, str]) -> None:
+    """Check that each name means one model.
+
+    Args:
+        aliases: model id by alias.
+
+    Raises:
+        ConfigError: two models share a name, or an alias is a model's name or names none.
+    """
+    known = list(names)
+    lower = [name.lower() for name in known]
+    for name in known:
+        if lower.count(name.lower()) > 1:
+            raise ConfigError(f"two models have the name {name!r}; give each its own")
+    for alias, name in aliases.items():
+        if name not in known:
+            raise ConfigError(
+                f"{ALIASES}.{alias} names {name!r}, which is no model{nearest(name, known)}"
+            )
+        if alias.lower() in lower:
+            raise ConfigError(f"{ALIASES}.{alias} is the name of a model; choose another")
 
 
 def load_section(
@@ -226,8 +326,8 @@ def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, A
         for key in table:
             if key not in fields:
                 raise ConfigError(f"{path}: unknown key {key!r} in [{name}]{nearest(key, fields)}")
-    model_tables(path, tables)
-    alias_table(path, tables)
+    _model_tables(path, tables)
+    _alias_table(path, tables)
     found: dict[str, Any] = tables.get(_name_of(section), {})
     if (found.get("api_key") or found.get("api_keys")) and not is_credential(path):
         check_private(path, mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.config.named_paths import as_text, named_paths
+from appliance.config.values import as_text, named_paths
 from appliance.errors import AdapterError, ModelError
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress

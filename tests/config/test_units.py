@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.config import parse_duration, parse_size
-from appliance.config.units import show_duration, show_size
+from appliance.config.values import show_duration, show_size
 from appliance.errors import ConfigError
 
 

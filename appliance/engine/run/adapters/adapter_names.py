@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.config.named_paths import named_paths
+from appliance.config.values import named_paths
 from appliance.engine.nouns.request import AdapterRef
 from appliance.errors import ConfigError
 from appliance.files import stamp_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.config.named_paths import named_paths
+from appliance.config.values import named_paths
 from appliance.engine.nouns.request import AdapterRef
 from appliance.errors import AdapterError
 from appliance.files import stamp_of

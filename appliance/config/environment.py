@@ -1,8 +1,9 @@
-"""Folders of the appliance's files, from the environment."""
+"""Folders and service manager that the environment names."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.config.setting import ENV_PREFIX
@@ -59,3 +60,27 @@ def is_credential(path: Path) -> bool:
     """
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
     return bool(folder) and path.absolute().is_relative_to(folder or "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSocket:
+    """Socket that reports a service's state to systemd, see sd_notify(3).
+
+    Attributes:
+        address: of a Unix datagram socket; a leading `@` stands for the zero byte of an abstract
+            one.
+        watchdog_seconds: longest time between two reports; None if none are expected.
+    """
+
+    address: str
+    watchdog_seconds: float | None = None
+
+
+def service_socket() -> ServiceSocket | None:
+    """Return this process's socket; None if no service manager expects reports."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return None
+    micro, process = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    is_ours = process in ("", str(os.getpid()))
+    return ServiceSocket(address, int(micro) / 1e6 if micro.isdecimal() and is_ours else None)

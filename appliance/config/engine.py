@@ -1,28 +1,93 @@
-"""All settings: a frozen struct per section of the configuration file.
-
-Add a setting here or in its section's file: its flag, environment variable, key in the
-configuration file, help text and line of the reference come from its field. Imports nothing heavy.
-"""
+"""Settings of the engine process. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from appliance.config.adapter_section import AdapterConfig
-from appliance.config.named_paths import named_paths
-from appliance.config.server_section import ServerConfig
+import msgspec
+
 from appliance.config.setting import Group, Setting, Unit, check_all
-from appliance.config.top_section import TopConfig
-from appliance.config.units import GIB, MIB
+from appliance.config.values import GIB, MIB, named_paths
 from appliance.errors import ConfigError
 
 MOST_BYTES = 2**50
 SELF_DRAFT = "self"  # the served model drafts for itself, at fewer bits
 
 
-class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine process; raises ConfigError if a value is out of bounds."""
 
+    replicas: Annotated[
+        int,
+        Setting(
+            "Engine processes that each serve the whole model behind one port. On a CPU they divide"
+            " the threads and the free memory; on GPUs each has one. All other settings, such as"
+            " kv_cache_memory and max_num_seqs, apply to each replica.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
+    ranks: Annotated[
+        int,
+        Setting(
+            "Processes that divide the model. Each has a share of every layer, as with"
+            " tensor_parallel, or whole layers, as with pipeline_parallel: these where the"
+            " link that is measured at the start is slow.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
+    tensor_parallel: Annotated[
+        int,
+        Setting(
+            "Processes that divide each layer among them. A slow link gives each whole layers"
+            " instead.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
+    pipeline_parallel: Annotated[
+        int,
+        Setting(
+            "Processes that each have a run of whole layers, through which the rows of a step go in"
+            " micro-batches.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
+    gpu_split: Annotated[
+        str,
+        Setting(
+            "Share of the model for each process, such as 2:1; auto divides evenly, unless other"
+            " shares are clearly faster by what each process reads per second.",
+            Group.COMPUTE,
+        ),
+    ] = "auto"
+    lora: Annotated[
+        str,
+        Setting(
+            "Adapters to load, NAME=PATH, separated by commas; requests name one as their model.",
+            Group.MODEL,
+            default_is="none",
+        ),
+    ] = ""
+    lora_dir: Annotated[
+        str | None,
+        Setting(
+            "Folder of adapters, each loaded when a request names it as its model.",
+            Group.MODEL,
+        ),
+    ] = None
+    max_loras: Annotated[
+        int, Setting("Adapters in memory, which one step may mix.", Group.MODEL, low=1, high=1024)
+    ] = 8
+    max_lora_rank: Annotated[
+        int, Setting("Largest rank of an adapter.", Group.MODEL, low=1, high=512)
+    ] = 32
     model: Annotated[
         str,
         Setting(
@@ -191,7 +256,6 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             default_is="planned from what is free",
         ),
     ] = None
-
     state_checkpoint_memory: Annotated[
         int | None,
         Setting(
@@ -229,6 +293,40 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 15
 
+    def __post_init__(self) -> None:
+        check_all(self)
+        named_paths(self.lora, "lora")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not be less than "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a row per step"
+            )
+
+    @property
+    def is_divided(self) -> bool:
+        """True if several processes share one model."""
+        return self.num_ranks > 1 or self.gpu_split not in ("auto", "1")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes for one copy of the model."""
+        return self.ranks * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_settings(self) -> tuple[str, ...]:
+        """The settings that ask for these processes, with their values."""
+        counts = {
+            "--ranks": self.ranks,
+            "--tensor-parallel": self.tensor_parallel,
+            "--pipeline-parallel": self.pipeline_parallel,
+        }
+        return tuple(f"{name} {count}" for name, count in counts.items() if count > 1)
+
+    @property
+    def ranks_setting(self) -> str:
+        """The only one of these; without any the one that means a single process."""
+        return self.ranks_settings[0] if self.ranks_settings else "--ranks 1"
+
     @property
     def draft_model(self) -> str:
         """The draft model, `SELF_DRAFT` or a name; empty if there is none."""
@@ -241,19 +339,3 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     def _named(self, wanted: str) -> str:
         method, _, name = self.speculate.partition("=")
         return name if method == wanted else ""
-
-    def __post_init__(self) -> None:
-        check_all(self)
-        named_paths(self.lora, "lora")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not be less than "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a row per step"
-            )
-
-
-SECTIONS: dict[str, type[EngineConfig] | type[ServerConfig] | type[TopConfig]] = {
-    "server": ServerConfig,
-    "engine": EngineConfig,
-    "top": TopConfig,
-}
