@@ -16,10 +16,10 @@ import msgspec
 from appliance.engine.grammars.grammars import Grammars, refusal
 from appliance.engine.grammars.matchers import NO_WAY_ON
 from appliance.engine.nouns.beacon import Beacon
+from appliance.engine.nouns.limits import check_tokens
 from appliance.engine.nouns.messages import SequenceDelta, StepReport
 from appliance.engine.nouns.request import FinishReason
 from appliance.engine.run.adapters.pool import AdapterPool
-from appliance.engine.scheduling.check_tokens import check_tokens
 from appliance.engine.scheduling.deadlines import was_started, why_refused
 from appliance.engine.scheduling.sequence_views import view_sequences, view_table
 from appliance.errors import RequestError

@@ -16,8 +16,8 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.checkpoints import Checkpoints
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.scheduling import scheduler
-from appliance.engine.scheduling.in_flight import InFlight
 from appliance.engine.scheduling.policy import most_drafts
+from appliance.engine.scheduling.state import InFlight
 from appliance.engine.tiers.state_key import is_state
 
 if TYPE_CHECKING:

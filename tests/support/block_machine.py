@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from appliance.engine.nouns.plan import ScheduledSequence
 from appliance.engine.nouns.sequence import Sequence
-from appliance.engine.scheduling.verification import settle_run
+from appliance.engine.scheduling.scheduler import settle_run
 
 # Two tokens and short prompts, most of them with the same start: equal beginnings are the rule.
 START = [0, 1, 1, 0, 1, 0, 0, 1]

@@ -22,7 +22,7 @@ from virtual_runner import Clock, DeviceLostError
 
 from appliance.engine.nouns.request import FinishReason
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.beams.beam_group import BeamGroup
+from appliance.engine.scheduling.beams import BeamGroup
 from appliance.engine.scheduling.policy import may_admit, may_draft
 from appliance.errors import RequestError
 from appliance.text.best_of import Likelihood, best
@@ -83,13 +83,13 @@ class Simulation:
         admission = fits_now if setting.admits_eagerly else may_admit
         drafting = always if setting.drafts_eagerly else may_draft
         with (
-            patch("appliance.engine.scheduling.admission.may_admit", admission),
+            patch("appliance.engine.scheduling.turns.may_admit", admission),
             patch("appliance.engine.scheduling.scheduler.may_draft", drafting),
             patch("appliance.engine.tiers.disk_rule.MIN_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.read_ahead.MIN_READ_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.read_ahead.MIN_WAIT", MIN_WAIT),
             patch(
-                "appliance.engine.scheduling.checkpoint_rule.FIRST_DISTANCE",
+                "appliance.engine.scheduling.policy.FIRST_DISTANCE",
                 setting.first_distance,
             ),
         ):

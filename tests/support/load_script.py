@@ -42,7 +42,7 @@ class Setting:
     admits_eagerly: bool  # whatever fits at this moment, at the price of many preemptions
     recurrent: bool = False  # the model has a state
     checkpoints: int = 0  # rows for copies of states
-    first_distance: int = 512  # of `checkpoint_rule`
+    first_distance: int = 512  # of `policy.chunk_end`
     drafts: float = 0.0  # share of tokens proposed that are right; 0 proposes none
     drafts_eagerly: bool = False  # beside prompts, too
 

@@ -13,7 +13,6 @@ from appliance.engine.nouns.messages import Candidate, TokenLogprobs
 from appliance.engine.nouns.plan import Continuations, Sampled
 from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.run.sampled_rows import BANNED, BROKEN
-from appliance.engine.scheduling.beams.beam_search import num_candidates
 from appliance.kernels.sampling import SamplingRows, batched
 from appliance.kernels.sampling.ranking import likeliest
 
@@ -64,7 +63,7 @@ def _sample(logits: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]) 
         report = TokenLogprobs(Candidate(token_id, raw[token_id].item()), top)
     beam = None
     if sampling.use_beam_search:
-        count = min(num_candidates(sampling, eos_token_ids), len(scores))
+        count = min(sampling.num_candidates(eos_token_ids), len(scores))
         found = _likeliest(scores, count)
         beam = Continuations(tuple(c for c in found if math.isfinite(c.logprob)), top)
     return Sampled(token_id, report, continuations=beam)

@@ -20,7 +20,6 @@ from appliance.engine.nouns.messages import Candidate, TokenLogprobs
 from appliance.engine.nouns.moves import BlockLoad, BlockSave, SavedBlock, StateCopy
 from appliance.engine.nouns.plan import Continuations, Sampled
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.beams.beam_search import num_candidates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
@@ -37,7 +36,7 @@ BROKEN = Sampled(error="the virtual model broke", broken=True)
 
 def continuations_of(content: int, request: Request, num_tokens: int) -> Continuations:
     """What a sampler says of a beam whose answer has so many tokens."""
-    count = num_candidates(request.sampling, (EOS,))
+    count = request.sampling.num_candidates((EOS,))
     found = ranking(content, request, num_tokens, count)
     return Continuations(tuple(Candidate(token, logprob) for token, logprob in found))
 

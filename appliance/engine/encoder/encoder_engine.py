@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.engine.encoder.text_queue import TextQueue
+from appliance.engine.nouns.limits import check_tokens
 from appliance.engine.nouns.messages import SequenceDelta, StepReport, Table
 from appliance.engine.nouns.request import FinishReason, Pooling
-from appliance.engine.scheduling.check_tokens import check_tokens
 from appliance.errors import RequestError
 from appliance.model.encoder.texts import Texts
 from appliance.stats import MAX_STEPS_KEPT, EngineStats, StepView

@@ -12,6 +12,7 @@ from appliance.engine.nouns.request import FinishReason
 from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.request import Request
     from appliance.engine.nouns.sequence import Sequence
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # Of a scored prompt: so many rows have logits at once. Each pass reads the whole head, so fewer
 # would be slower.
 LOGIT_ROWS = 64
+
+
 # Maximum number of sampling rows in a step with several per sequence: scoring needs that memory for
 # logits anyway.
 SAMPLE_ROWS = 40
@@ -159,6 +162,37 @@ def check_beams(
             f"{width} beams after a prompt of {num_tokens} tokens need at least {shared + width} "
             f"KV cache blocks of {block_size} tokens, and there are {num_blocks}; ask for fewer "
             "beams, shorten the prompt or give the server more KV cache memory",
+            param="best_of",
+        )
+
+
+def check_tokens(request: Request, info: EngineInfo) -> None:
+    """Refuse a request with tokens outside the model's vocabulary.
+
+    Raises:
+        RequestError: a token id is too large, or the vocabulary is too small for so many beams.
+    """
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    budget = sampling.thought_budget
+    ends = (min(prompt, default=0), max(prompt, default=0))
+    for param, token_ids in (
+        ("prompt", ends),
+        ("labels", request.labels),
+        ("thinking_token_budget", () if budget is None else (*budget.opening, *budget.closing)),
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise RequestError(
+                    f"token id {token_id} is outside the vocabulary of {info.vocab_size}",
+                    param=param,
+                )
+    needed = sampling.num_candidates(info.eos_token_ids)
+    if sampling.use_beam_search and needed > info.vocab_size:
+        raise RequestError(
+            f"so many beams and stop tokens need a vocabulary of {needed} tokens, and this "
+            f"model has {info.vocab_size}; ask for fewer beams",
             param="best_of",
         )
 

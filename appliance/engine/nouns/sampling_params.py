@@ -15,7 +15,7 @@ from appliance.errors import RequestError
 from appliance.grammar import Grammar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 MAX_N = 8
 MAX_BEST_OF = 16
@@ -212,6 +212,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if token_id is not None:
                 return {token_id: FORCE}
         return self.logit_bias
+
+    def num_candidates(self, eos_token_ids: Collection[int]) -> int:
+        """Return the number of continuations to rank per beam.
+
+        At most one continuation per beam survives, plus tokens that end the answer. Any token may
+        complete a stop string, so it keeps some to spare.
+        """
+        return 2 * self.num_sequences + len({*eos_token_ids, *self.stop_token_ids})
 
     @property
     def num_sequences(self) -> int:

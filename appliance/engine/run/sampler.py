@@ -15,7 +15,6 @@ from appliance.engine.run.slot_settings import (
     StepSettings,
     uniform_numbers,
 )
-from appliance.engine.scheduling.beams.beam_search import num_candidates
 from appliance.kernels import arrays
 from appliance.kernels.sampling.ranking import likeliest
 
@@ -189,7 +188,7 @@ class Sampler:
         for place, row in enumerate(rows):
             adjustments.add(place, entries[row])
             sampling = entries[row].sequence.request.sampling
-            places[row] = (place, num_candidates(sampling, self._eos_token_ids))
+            places[row] = (place, sampling.num_candidates(self._eos_token_ids))
         adjustments.apply(scores, self._device)
         most = min(max(count for _, count in places.values()), scores.shape[-1])
         values, token_ids = likeliest(scores, most)

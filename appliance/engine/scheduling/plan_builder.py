@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.moves import StateMoves
 from appliance.engine.nouns.plan import Plan, ScheduledSequence
-from appliance.engine.scheduling.checkpoint_rule import gets_checkpoint
+from appliance.engine.scheduling.policy import gets_checkpoint
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager

@@ -2,15 +2,15 @@
 
 Change these functions and figures to change the order of service. The scheduler guarantees the rest
 (budget, blocks, that every sequence ends) as long as `rank` is a total order that does not change
-while a sequence lives. `tiers/swap_rule.py` decides between keeping and recomputing a victim's
+while a sequence lives. `tiers.should_swap` decides between keeping and recomputing a victim's
 blocks. The order of decisions in a step:
 
 1. Every running answer gets its row, and rows for drafts of its next tokens as long as only
    answers run (`most_drafts`); `speculation/controller.py` decides how many.
 2. The rest of the step goes to prompts, running and waiting: the whole budget if no answer
    runs, else as many rows as `step_budget` allows (`DECODE_SLOWDOWN`). Prompts that all fit into
-       one step get it at once, if the last such step is long ago (`may_stall`): users notice a rare
-       gap between tokens less than a late answer.
+   one step get it at once, if the last such step is long ago (`may_stall`): users notice a rare
+   gap between tokens less than a late answer.
 3. Among prompts the better priority goes first. Within a priority the owners (API keys) take
    turns of a few rows: next is the owner with fewest tokens so far (`turn`). Tokens computed for
    an owner count: prompt tokens that were not cached, and generated ones.
@@ -19,8 +19,11 @@ blocks. The order of decisions in a step:
    Every second turn goes to its prompt with the least left to read, running or waiting, if that is
    much less than what the first has left (`may_pass`): a short question does not wait for a long
    document, which still gets half of the rows.
-5. When blocks run out, it preempts the worst priority first, within it the owner with most running
-sequences, and of these the latest (`choose_victim`).
+5. When blocks run out, it preempts the worst priority first, within it the owner with most
+   running sequences, and of these the latest (`choose_victim`).
+
+Prompts of a model with recurrent layers are cut where their state gets a checkpoint (`chunk_end`).
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.fairness import Account
+
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts may take this many times what its answers alone would
 STALL_STEPS = 64  # steps between two of any length
@@ -47,6 +52,7 @@ TURNS = 16  # shares of a step's prompt rows, in turns
 
 MAX_DRAFTS = 15  # per sequence and step: attention reads up to 16 of its rows together
 MAX_ANSWER_ROWS = 1 + MAX_DRAFTS  # more known tokens are read like a prompt
+FIRST_DISTANCE = 512  # tokens to a checkpoint: steps with fewer rows use a GPU badly
 
 Rank = tuple[int, float, int]
 
@@ -213,3 +219,43 @@ def _is_bound(sequence: Sequence, beneficiary: Sequence, in_flight: Collection[S
     """Return True if preempting a sequence would preempt one that must keep its blocks."""
     unit = sequence.group.unit(sequence)
     return len(unit) > 1 and any(one is beneficiary or one in in_flight for one in unit)
+
+
+def chunk_end(sequence: Sequence, start: int, end: int, block_size: int) -> int:
+    """Return the end of the rows [start, end), cut at the first checkpoint.
+
+    A model with recurrent layers can continue only from a copy of its state, and a step leaves one
+    only after its last row. So prompts are cut where later prompts are likely to diverge:
+
+    1. at their last block boundary: the next turn, siblings and the same prompt begin there;
+    2. where the cached blocks of earlier prompts ended, because this one diverges there;
+    3. at doubling distances from the end: after a change of the tail the engine computes at most
+       about twice the changed tokens, and a long prompt has few checkpoints.
+    """
+    places = _places(sequence, block_size)
+    return min((place for place in places if start < place < end), default=end)
+
+
+def gets_checkpoint(entry: ScheduledSequence, block_size: int) -> bool:
+    """Return True if a checkpoint follows an entry's last row.
+
+    An answer gets one at each block boundary without a cut; each replaces the previous one, so the
+    last is at the end of the turn. Beams fork and end too often for that.
+    """
+    sequence, end = entry.sequence, entry.end
+    if end % block_size:
+        return False
+    if entry.samples and entry.num_tokens == 1 and entry.start >= sequence.num_prompt_tokens:
+        return not sequence.request.sampling.use_beam_search
+    return end in _places(sequence, block_size)
+
+
+def _places(sequence: Sequence, block_size: int) -> set[int]:
+    """Return the numbers of tokens after which a prompt is cut."""
+    num_tokens = len(sequence.token_ids)
+    found = {num_tokens, num_tokens - 1, sequence.num_alike}
+    distance = FIRST_DISTANCE
+    while distance < num_tokens:
+        found.add(num_tokens - distance)
+        distance *= 2
+    return {place // block_size * block_size for place in found}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.checkpoint_rule import chunk_end
-from appliance.engine.scheduling.policy import choose_victim, is_answer
+from appliance.engine.scheduling.policy import choose_victim, chunk_end, is_answer
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.sequence import Sequence

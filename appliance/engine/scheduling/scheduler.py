@@ -1,31 +1,30 @@
 """Continuous batching: plans each step and commits its results.
 
-`plan` picks rows and blocks, a runner runs them, `commit` appends the tokens. `state.py` holds
-every sequence, `policy.py` the order of service. Imports no torch.
+`plan` picks rows and blocks, a runner runs them, `commit` appends the tokens and verifies drafts.
+`state.py` holds every sequence, `policy.py` the order of service. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from itertools import islice
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, Protocol
 
 from appliance.engine.blocks.block_word import MAX_OWNER
 from appliance.engine.nouns.limits import Bounds, check_request
 from appliance.engine.nouns.limits import SchedulerLimits as SchedulerLimits
 from appliance.engine.nouns.plan import Plan, StepLoad, Update
 from appliance.engine.nouns.request import FinishReason
-from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.groups import group_of
-from appliance.engine.scheduling.in_flight import InFlight
+from appliance.engine.nouns.sequence import Sequence, SequenceStatus
+from appliance.engine.nouns.sequence_group import SequenceGroup
+from appliance.engine.scheduling.beams import BeamGroup
 from appliance.engine.scheduling.plan_builder import PlanBuilder
 from appliance.engine.scheduling.policy import may_draft, most_drafts
-from appliance.engine.scheduling.prompt_reading import take_read
 from appliance.engine.scheduling.rows import extend, wanted_rows
-from appliance.engine.scheduling.state import State
-from appliance.engine.scheduling.state_counters import add_states
+from appliance.engine.scheduling.state import InFlight, State, add_states
 from appliance.engine.scheduling.turns import plan_prompts
-from appliance.engine.scheduling.verification import accepted_run, settle_run
 from appliance.engine.tiers.tiers import Tiers
 from appliance.errors import RequestError
 
@@ -36,10 +35,40 @@ if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.nouns.plan import Sampled, ScheduledSequence
     from appliance.engine.nouns.request import Request
-    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.rows import Rows
-    from appliance.engine.scheduling.verification import Speculates
     from appliance.stats import EngineStats
+
+
+class Speculates(Protocol):
+    """Proposes the next tokens of running answers."""
+
+    def propose(
+        self, answers: Ordered[tuple[Sequence, int, int]], room: int
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Return drafts for some sequences.
+
+        Args:
+            answers: of the next step, each with its own rows and its maximum of drafts.
+            room: drafts in all.
+        """
+        ...
+
+    def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
+        """Return True if drafts after the results in flight promise more than planning ahead.
+
+        Args:
+            answers: in flight without drafts; see `propose`.
+            room: drafts in all.
+        """
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if a request excludes speculation."""
+        ...
+
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None: ...
+
+    def end(self, sequence: Sequence) -> None: ...
 
 
 class Scheduler:
@@ -109,7 +138,7 @@ class Scheduler:
             self._speculator.check(request)
         # Two requests in one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
-        state.enter(group_of(request, self._last_arrival, state.bounds, state.blocks))
+        state.enter(_group_of(request, self._last_arrival, state.bounds, state.blocks))
         state.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def expire(self, now: float) -> list[Update]:
@@ -236,7 +265,7 @@ class Scheduler:
             if result is None:
                 continue
             if entry.read:
-                take_read(entry, result, updates)
+                _take_read(entry, result, updates)
             if not entry.samples:
                 continue
             group = sequence.group
@@ -340,3 +369,81 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the records agree."""
         self._state.check_invariants()
+
+
+def _group_of(
+    request: Request, arrival: float, bounds: Bounds, blocks: BlockManager
+) -> SequenceGroup:
+    """Return a new group; none of its sequences runs yet.
+
+    `arrival`, in monotonic seconds, is unique to the group.
+    """
+    parent = Sequence(request, arrival=arrival)
+    children = [
+        Sequence(request, index=index, arrival=arrival, parent=parent)
+        for index in range(1, request.sampling.num_sequences)
+    ]
+    members = (parent, *children)
+    if request.sampling.use_beam_search:
+        return BeamGroup(request, members, bounds, blocks)
+    return SequenceGroup(request, members, bounds)
+
+
+def _take_read(entry: ScheduledSequence, result: Sampled, updates: list[Update]) -> None:
+    """Record that an entry's rows were read; pass on their scores, or sum them until complete.
+
+    Args:
+        entry: of an executed plan, with rows to read.
+        updates: receives the client's updates.
+    """
+    sequence = entry.sequence
+    sequence.num_read = entry.read.stop
+    if result.pooled is None:
+        updates.append(Update(sequence, prompt_logprobs=result.scores))
+        return
+    before = sequence.pooled
+    pooled = result.pooled if before is None else array("d", map(add, before, result.pooled))
+    sequence.pooled = pooled
+    if sequence.num_read == sequence.to_read.stop:
+        updates.append(Update(sequence, pooled=_mean(sequence, pooled)))
+
+
+def _mean(sequence: Sequence, pooled: array[float]) -> bytes:
+    return array("f", [value / len(sequence.to_read) for value in pooled]).tobytes()
+
+
+def accepted_run(drafts: Ordered[int], results: Ordered[Sampled]) -> Ordered[Sampled]:
+    """Return the valid results: up to the first that differs from the draft after its row.
+
+    Each row draws its token as without drafts, from the same random number, so the answer is the
+    same for any proposal. Drops a row that failed after accepted drafts; it runs again by itself.
+
+    Args:
+        results: of the row before each draft, and of the last one's row.
+    """
+    count = 0
+    while count < len(drafts) and results[count].token_id == drafts[count]:
+        count += 1
+    if count and results[count].error is not None:
+        return results[:count]
+    return results[: count + 1]
+
+
+def settle_run(blocks: BlockManager, entry: ScheduledSequence, num_accepted: int) -> None:
+    """Record an entry's rows up to its last accepted draft, and release the blocks after it.
+
+    A recurrent state is after the last row. So if a draft was rejected, it is rewound to before the
+    first one, and the rows run again.
+
+    Args:
+        entry: its accepted tokens are in the sequence.
+    """
+    sequence, states = entry.sequence, blocks.states
+    if states is None or num_accepted == len(entry.drafts):
+        blocks.commit(sequence, entry.num_own + num_accepted)
+    if states is not None:
+        if num_accepted == len(entry.drafts):
+            states.forget(sequence)
+        else:
+            states.rewind(sequence)
+    blocks.truncate(sequence)

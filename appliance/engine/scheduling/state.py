@@ -1,32 +1,38 @@
 """The scheduler's state: every live sequence waits, reads from disk, runs or is in flight.
 
 The phases of a step read this one object and move sequences through its methods, which keep lists,
-slots and accounts consistent. Imports no torch.
+slots, accounts and counters consistent. Imports no torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from appliance.engine.nouns.plan import Plan
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.counters import Counters
 from appliance.engine.scheduling.deadlines import Deadlines
 from appliance.engine.scheduling.fairness import Accounts
-from appliance.engine.scheduling.policy import rank
+from appliance.engine.scheduling.policy import MAX_DRAFTS, may_look_ahead, rank
 from appliance.engine.scheduling.step_budget import Stalls, StepBudget
 from appliance.engine.scheduling.waiting import WaitingQueue
+from appliance.stats import EngineStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.blocks.state_slots import StateSlots
     from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.request import FinishReason
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.nouns.sequence_group import SequenceGroup
-    from appliance.engine.scheduling.in_flight import InFlight
+    from appliance.engine.scheduling.policy import Rank
     from appliance.engine.tiers.tiers import Tiers
 
 
@@ -56,10 +62,11 @@ class State:
     deadlines: Deadlines = field(default_factory=Deadlines)
     budget: StepBudget = field(default_factory=StepBudget)
     stalls: Stalls = field(default_factory=Stalls)
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters = field(init=False)
 
     def __post_init__(self) -> None:
         self.waiting = WaitingQueue(self.accounts)
+        self.counters = Counters()
         self.slots = list(range(self.bounds.limits.max_num_seqs, 0, -1))
 
     @property
@@ -165,3 +172,151 @@ class State:
         slots = list(range(1, self.bounds.limits.max_num_seqs + 1))
         assert sorted(used + self.slots) == slots, "a slot is lost, or two have it"
         self.blocks.check_invariants(holders)
+
+
+class InFlight:
+    """Entries of plans in flight; some of the sequences may have ended since.
+
+    Args:
+        look_ahead: a sequence may be in two plans at once.
+
+    Attributes:
+        entries: by sequence, oldest first; never empty.
+        starved: best rank among sequences that found no block and no victim.
+    """
+
+    def __init__(self, max_tokens: int, *, look_ahead: bool) -> None:
+        self.entries: dict[Sequence, list[ScheduledSequence]] = {}
+        self.starved: Rank | None = None
+        self._look_ahead = look_ahead
+        self._max_tokens = max_tokens
+
+    def add(self, entries: Iterable[ScheduledSequence]) -> None:
+        for entry in entries:
+            self.entries.setdefault(entry.sequence, []).append(entry)
+
+    def remove(self, entry: ScheduledSequence) -> bool:
+        """Remove a finished plan's entry; return True if its sequence has none left in flight."""
+        own = self.entries[entry.sequence]
+        assert own.pop(0) is entry, "plans are committed in the order they were made in"
+        if own:
+            return False
+        del self.entries[entry.sequence]
+        return True
+
+    @property
+    def has_drafts(self) -> bool:
+        """True if the next rows of some sequence depend on what is accepted."""
+        return any(entry.drafts for own in self.entries.values() for entry in own)
+
+    def clear(self) -> list[Sequence]:
+        """Remove all entries; return their sequences in rank order."""
+        sequences = sorted(self.entries, key=rank)
+        self.entries.clear()
+        return sequences
+
+    def starve(self, sequence: Sequence) -> None:
+        """Record that a sequence found no block and no victim."""
+        self.starved = min(self.starved or rank(sequence), rank(sequence))
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Count a sequence's plannable rows, the next token's included; 0 if it must wait."""
+        own = self.entries[sequence]
+        if not self._look_ahead or len(own) > 1:
+            return 0
+        if self.starved is not None and rank(sequence) > self.starved:
+            return 0  # once idle, its blocks can be taken
+        first = own[0]
+        end = first.start + first.num_tokens
+        if not first.samples:
+            return len(sequence.token_ids) - end
+        is_last = end + 1 >= sequence.max_tokens or end + 1 >= self._max_tokens
+        if is_last or not may_look_ahead(sequence):
+            return 0
+        return len(sequence.token_ids) + 1 - end
+
+    def check_invariants(self, running: list[Sequence]) -> list[Sequence]:
+        """Assert that the entries are consistent; return the ended sequences."""
+        ended = [seq for seq in self.entries if seq.status is SequenceStatus.FINISHED]
+        assert set(self.entries) <= {*running, *ended}
+        for sequence, own in self.entries.items():
+            assert 0 < len(own) <= 1 + self._look_ahead
+            assert all(a.end == b.start for a, b in pairwise(own))
+            if sequence.status is SequenceStatus.RUNNING:
+                assert own[0].start == sequence.num_computed
+                assert len(sequence.token_ids) >= own[0].end - len(own[0].drafts)
+        return ended
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine was loaded; tokens unless noted."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0  # sequences
+    aborted: int = 0  # requests
+    expired: int = 0  # requests
+    drafts: int = 0  # sequences with drafts, per step
+    draft_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # by position
+    last_plan: Plan = field(default_factory=lambda: Plan(()))
+
+    def count_drafts(self, entry: ScheduledSequence, num_accepted: int) -> None:
+        entry.sequence.num_drafts += len(entry.drafts)
+        entry.sequence.num_accepted += num_accepted
+        self.drafts += 1
+        self.draft_tokens += len(entry.drafts)
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+
+    def snapshot(self, blocks: BlockManager, running: int, waiting: int) -> EngineStats:
+        """Return the scheduler's part of the statistics; the engine adds times."""
+        last = self.last_plan
+        return EngineStats(
+            steps_total=self.steps,
+            running=running,
+            waiting=waiting,
+            prompt_tokens_total=self.prompt_tokens,
+            generation_tokens_total=self.generation_tokens,
+            prefix_queries_total=self.prefix_queries,
+            prefix_hits_total=self.prefix_hits,
+            preemptions_total=self.preemptions,
+            aborted_total=self.aborted,
+            expired_total=self.expired,
+            blocks_total=blocks.num_blocks,
+            blocks_active=blocks.num_active,
+            blocks_cached=blocks.num_cached,
+            blocks_free=blocks.num_free_blocks - blocks.num_cached,
+            blocks_shared=blocks.pool.num_shared,
+            block_size=blocks.block_size,
+            kv_tokens=blocks.pool.kv_tokens,
+            step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
+            step_decode_tokens=last.num_decode_tokens,
+            drafts_total=self.drafts,
+            draft_tokens_total=self.draft_tokens,
+            accepted_tokens_total=sum(self.accepted_at),
+            accepted_tokens_by_place=tuple(self.accepted_at) if self.drafts else (),
+        )
+
+
+def add_states(stats: EngineStats, states: StateSlots | None) -> EngineStats:
+    """Add slots and checkpoints to a snapshot that has the number of running sequences."""
+    if states is None:
+        return stats
+    checkpoints = states.checkpoints
+    return msgspec.structs.replace(
+        stats,
+        state_slots=states.num_slots,
+        state_slots_used=stats.running,
+        state_checkpoints=checkpoints.num_rows,
+        state_checkpoints_cached=len(checkpoints),
+        state_bytes=states.row_bytes,
+        state_saves_total=states.num_saved,
+        state_restores_total=states.num_restored,
+        state_rewinds_total=states.num_rewound,
+        state_evictions_total=checkpoints.num_evictions,
+    )

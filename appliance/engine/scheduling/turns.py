@@ -1,6 +1,7 @@
-"""Shares a step's rows among prompts, in turns by priority and owner.
+"""Shares a step's rows among prompts, in turns by priority and owner, and starts waiting ones.
 
-`policy` decides whose turn it is and its size. Imports no torch.
+`policy` decides whose turn it is, its size, and who may start. A sequence that starts gets a slot
+and the blocks that it can share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from appliance.engine.scheduling.admission import start_next
-from appliance.engine.scheduling.policy import MAX_STALLS, TURNS, may_pass, may_stall, rank, turn
+from appliance.engine.nouns.sequence import SequenceStatus
+from appliance.engine.scheduling.policy import (
+    MAX_STALLS,
+    TURNS,
+    may_admit,
+    may_overtake,
+    may_pass,
+    may_stall,
+    rank,
+    turn,
+)
 from appliance.engine.scheduling.rows import extend, rows_of_step
 
 if TYPE_CHECKING:
@@ -35,9 +45,9 @@ def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequenc
     if not (prompts or lanes):
         return
     rows = _rows(state, builder, prompts)
-    given = share_rows(
+    given = _share_rows(
         rows,
-        demands_of(prompts, lanes, state.accounts),
+        _demands_of(prompts, lanes, state.accounts),
         lambda lane, beside: _start(state, builder, lane, beside),
     )
     wanted = dict(prompts)
@@ -56,16 +66,6 @@ def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequenc
             extend(state, builder, sequence, min(rows, num_left))
             rows -= builder.num_rows(sequence)
     state.accounts.refund(given, builder.entries)
-
-
-def _start(
-    state: State, builder: PlanBuilder, lane: Lane, beside: int | None
-) -> tuple[Sequence, int] | None:
-    sequence = start_next(state, builder, lane, beside=beside)
-    if sequence is None:
-        return None
-    num_left = sequence.num_uncomputed
-    return sequence, rows_of_step(state, sequence, sequence.num_computed, num_left)
 
 
 def _rows(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]]) -> int:
@@ -90,8 +90,58 @@ def _rows(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]
     return rows
 
 
+def _demands_of(
+    prompts: Iterable[tuple[Sequence, int]],
+    lanes: Iterable[tuple[tuple[int, str], Lane]],
+    accounts: Accounts,
+) -> list[Demand]:
+    """Group the demand for prompt rows by priority and owner."""
+    demands: dict[tuple[int, str], Demand] = {}
+    for sequence, wanted in prompts:
+        key = (sequence.request.priority, sequence.request.owner)
+        if key not in demands:
+            demands[key] = Demand(key[0], accounts.of(sequence))
+        demands[key].prompts.append((sequence, wanted))
+    for demand in demands.values():
+        demand.prompts.reverse()
+    for key, lane in lanes:
+        if key not in demands:
+            demands[key] = Demand(key[0], lane.account)
+        demands[key].lane = lane
+    return list(demands.values())
+
+
 # Starts a waiting sequence of a lane, and returns it with the rows that it wants.
 Start = Callable[["Lane", int | None], tuple["Sequence", int] | None]
+
+
+def _share_rows(rows: int, demands: list[Demand], start: Start) -> dict[Sequence, int]:
+    """Divide rows among prompts, and charge their owners.
+
+    Args:
+        demands: consumed.
+        start: starts a waiting sequence of a lane and returns it with the rows it wants, or None;
+            given the tokens that an owner's first prompt has left, only one that may pass that.
+
+    Returns:
+        Rows of each sequence, at least 1.
+    """
+    given: dict[Sequence, int] = {}
+    portion = max(1, rows // TURNS)
+    while rows and demands:
+        demand = demands[0] if len(demands) == 1 else min(demands, key=Demand.key)
+        prompt = demand.take(start)
+        if prompt is None:
+            demands.remove(demand)
+            continue
+        sequence, wanted = prompt
+        taken = min(wanted, rows if len(demands) == 1 and demand.is_alone else min(portion, rows))
+        given[sequence] = given.get(sequence, 0) + taken
+        demand.account.served += taken
+        rows -= taken
+        if taken < wanted:
+            demand.put_back(sequence, wanted - taken)
+    return given
 
 
 @dataclass(slots=True, eq=False)
@@ -152,51 +202,119 @@ class Demand:
         return briefest
 
 
-def demands_of(
-    prompts: Iterable[tuple[Sequence, int]],
-    lanes: Iterable[tuple[tuple[int, str], Lane]],
-    accounts: Accounts,
-) -> list[Demand]:
-    """Group the demand for prompt rows by priority and owner."""
-    demands: dict[tuple[int, str], Demand] = {}
-    for sequence, wanted in prompts:
-        key = (sequence.request.priority, sequence.request.owner)
-        if key not in demands:
-            demands[key] = Demand(key[0], accounts.of(sequence))
-        demands[key].prompts.append((sequence, wanted))
-    for demand in demands.values():
-        demand.prompts.reverse()
-    for key, lane in lanes:
-        if key not in demands:
-            demands[key] = Demand(key[0], lane.account)
-        demands[key].lane = lane
-    return list(demands.values())
+def _start(
+    state: State, builder: PlanBuilder, lane: Lane, beside: int | None
+) -> tuple[Sequence, int] | None:
+    sequence = _start_next(state, builder, lane, beside=beside)
+    if sequence is None:
+        return None
+    num_left = sequence.num_uncomputed
+    return sequence, rows_of_step(state, sequence, sequence.num_computed, num_left)
 
 
-def share_rows(rows: int, demands: list[Demand], start: Start) -> dict[Sequence, int]:
-    """Divide rows among prompts, and charge their owners.
+def _start_next(
+    state: State, builder: PlanBuilder, lane: Lane, *, beside: int | None = None
+) -> Sequence | None:
+    """Start one sequence of a lane; return None if there is no room for it.
+
+    Gives it no rows in `builder` yet.
 
     Args:
-        demands: consumed.
-        start: starts a waiting sequence of a lane and returns it with the rows it wants, or None;
-            given the tokens that an owner's first prompt has left, only one that may pass that.
-
-    Returns:
-        Rows of each sequence, at least 1.
+        beside: tokens that the owner's first running prompt has left; starts only one that may
+            pass it.
     """
-    given: dict[Sequence, int] = {}
-    portion = max(1, rows // TURNS)
-    while rows and demands:
-        demand = demands[0] if len(demands) == 1 else min(demands, key=Demand.key)
-        prompt = demand.take(start)
-        if prompt is None:
-            demands.remove(demand)
-            continue
-        sequence, wanted = prompt
-        taken = min(wanted, rows if len(demands) == 1 and demand.is_alone else min(portion, rows))
-        given[sequence] = given.get(sequence, 0) + taken
-        demand.account.served += taken
-        rows -= taken
-        if taken < wanted:
-            demand.put_back(sequence, wanted - taken)
-    return given
+    if builder.preempted or not (state.slots and lane.sequences):
+        return None  # blocks of preempted sequences are not for newcomers
+    if beside is None:
+        sequence = lane.next(lambda one: _num_cached(state, one))
+    else:
+        sequence = lane.briefest(lambda one: _num_left(state, one))
+        if not may_pass(_num_left(state, sequence), beside):
+            return None
+    if not may_overtake(sequence, builder.blocked):
+        return None
+    if builder.num_promised is None:
+        growing = [one for one in state.running if not one.is_held]
+        builder.num_promised = sum(map(state.blocks.num_missing, growing)) + len(state.running)
+    unit = sequence.group.unit(sequence)
+    num_promised = builder.num_promised + sequence.group.num_beside(sequence)
+    if len(unit) > len(state.slots) or not _start_table(state, builder, sequence, num_promised):
+        builder.blocked.append(sequence)
+        return None
+    for other in builder.blocked:
+        other.num_overtaken += 1
+    if beside is None:  # one that passes takes no earlier one's turn
+        lane.overtake(sequence)
+    for member in unit:
+        if member is not sequence:
+            member.slot = state.slots.pop()
+        if state.run(member, builder.now):
+            builder.started.append(member)
+    sequence.group.start()
+    builder.num_promised += len(unit)
+    return sequence
+
+
+def _num_cached(state: State, sequence: Sequence) -> int:
+    if _can_fork(state, sequence):
+        return sequence.num_prompt_tokens
+    num_tokens = state.blocks.find_prefix(sequence).num_tokens
+    return max(num_tokens, state.tiers.num_held(sequence))
+
+
+def _num_left(state: State, sequence: Sequence) -> int:
+    return len(sequence.token_ids) - _num_cached(state, sequence)
+
+
+def _can_fork(state: State, sequence: Sequence) -> bool:
+    parent = sequence.parent
+    return (
+        parent is not None
+        and state.blocks.states is None  # it is already past its prompt's end
+        and sequence.first_scheduled is None
+        and parent.status is SequenceStatus.RUNNING
+        and parent.num_computed >= sequence.num_prompt_tokens
+        and not state.tiers.is_loading(parent)  # its own copy of them has not arrived
+    )
+
+
+def _start_table(state: State, builder: PlanBuilder, sequence: Sequence, num_promised: int) -> bool:
+    """Share the parent's prompt or a cached prefix, if everything else fits too.
+
+    The step loads content from the tiers below.
+    """
+    blocks = state.blocks
+    num_free = blocks.num_free_blocks - builder.num_owed
+    if _can_fork(state, sequence):
+        # Logits need the last prompt token to run again in a block of its own, copied or new.
+        if not may_admit(1, num_free, num_promised):
+            return False
+        _fork_prompt(state, sequence)
+        builder.num_owed += 1
+        return True
+    prefix = state.tiers.choose(sequence, blocks.find_prefix(sequence))
+    cost = blocks.cost_of_admission(sequence, prefix)
+    if not may_admit(cost, num_free, num_promised):
+        # A copy takes a block more than a miss.
+        prefix = blocks.without_copy(prefix)
+        cost = blocks.cost_of_admission(sequence, prefix)
+        if not may_admit(cost, num_free, num_promised):
+            return False
+    sequence.slot = state.slots.pop()
+    num_free = blocks.num_free_blocks
+    blocks.attach(sequence, prefix)
+    builder.arrivals[sequence] = state.tiers.bring_back(sequence)
+    builder.num_owed += cost - (num_free - blocks.num_free_blocks)
+    if sequence.first_scheduled is None:
+        sequence.num_cached = sequence.num_computed
+        state.counters.prefix_queries += sequence.num_prompt_tokens
+        state.counters.prefix_hits += sequence.num_cached
+    return True
+
+
+def _fork_prompt(state: State, sequence: Sequence) -> None:
+    parent = sequence.parent
+    assert parent is not None
+    sequence.slot = state.slots.pop()
+    state.blocks.fork(parent, sequence, sequence.num_prompt_tokens - 1)
+    sequence.num_cached = parent.num_cached

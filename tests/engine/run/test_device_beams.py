@@ -13,7 +13,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.loading import load_parts
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.scheduling import admission
+from appliance.engine.scheduling import turns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +86,7 @@ def test_searches_that_had_to_make_room_find_the_same(
     synchronous = load(tiny_llama, None)
     block_bytes = synchronous.info.kv_bytes // synchronous.info.num_blocks
     expected = run(synchronous)
-    monkeypatch.setattr(admission, "may_admit", lambda cost, num_free, promised: cost <= num_free)
+    monkeypatch.setattr(turns, "may_admit", lambda cost, num_free, promised: cost <= num_free)
     tight = load(tiny_llama, LateDevice(), kv_cache_memory=17 * block_bytes)
     assert run(tight) == expected
     assert tight.stats().preemptions_total > 0

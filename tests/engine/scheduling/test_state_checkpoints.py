@@ -17,7 +17,7 @@ from appliance.engine.nouns.plan import ScheduledSequence
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
-from appliance.engine.scheduling.checkpoint_rule import chunk_end, gets_checkpoint
+from appliance.engine.scheduling.policy import chunk_end, gets_checkpoint
 from appliance.engine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def test_a_turn_whose_answer_was_rewritten_begins_where_its_prompt_ended() -> No
 
 def test_a_changed_tail_makes_a_long_prompt_compute_about_twice_as_much() -> None:
     prompt = tokens(0, 3000)
-    with patch("appliance.engine.scheduling.checkpoint_rule.FIRST_DISTANCE", 16):
+    with patch("appliance.engine.scheduling.policy.FIRST_DISTANCE", 16):
         for changed in (5, 30, 100, 700):
             served = Served()
             served.ask(prompt, max_tokens=1)

@@ -13,7 +13,7 @@ from appliance.engine.nouns.messages import Candidate
 from appliance.engine.nouns.plan import Continuations
 from appliance.engine.nouns.request import FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.scheduling.beams.beam_search import Beam, BeamSearch
+from appliance.engine.scheduling.beams import Beam, BeamSearch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,1 +1,0 @@
-"""Beam search: the search itself, and its beams as a sequence group."""
