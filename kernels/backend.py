@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels.adapters import reference as reference_adapters
+from appliance.kernels.attention import cpu as cpu_attention
+from appliance.kernels.attention import reference as reference_attention
 from appliance.kernels.decoder_cache import allocate_blocks
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
-from appliance.kernels.gated_delta import reference as reference_gated_delta
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
@@ -24,9 +25,7 @@ from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
 from appliance.kernels.operations import Backend
 from appliance.kernels.packed_matmul import reference as reference_matmul
-from appliance.kernels.paged_attention import cpu as cpu_attention
-from appliance.kernels.paged_attention import reference as reference_attention
-from appliance.kernels.selective_scan import reference as reference_selective_scan
+from appliance.kernels.recurrence import reference as reference_recurrence
 from appliance.kernels.short_conv import reference as reference_short_conv
 from appliance.kernels.soft_cap import reference as reference_soft_cap
 
@@ -56,8 +55,8 @@ REFERENCE = Backend(
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
     latent_attention=reference_latents.latent_attention,
-    gated_delta=reference_gated_delta.gated_delta,
-    selective_scan=reference_selective_scan.selective_scan,
+    gated_delta=reference_recurrence.gated_delta,
+    selective_scan=reference_recurrence.selective_scan,
     short_conv=reference_short_conv.short_conv,
     plan_adapters=reference_adapters.plan_adapters,
     add_adapters=reference_adapters.add_adapters,
@@ -114,11 +113,11 @@ def triton_backend() -> Backend:
     The other entries are the references, run on the device.
     """
     from appliance.kernels.adapters.launch import add_adapters, plan_adapters
+    from appliance.kernels.attention.launch import paged_attention, plan_attention
     from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
-    from appliance.kernels.gated_delta.launch import gated_delta
     from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
@@ -128,8 +127,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.packed_matmul import launch as packed_matmul
-    from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
-    from appliance.kernels.selective_scan.launch import selective_scan
+    from appliance.kernels.recurrence.launch import gated_delta, selective_scan
     from appliance.kernels.short_conv.launch import short_conv
     from appliance.kernels.soft_cap.launch import soft_cap
 

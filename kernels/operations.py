@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,12 +16,48 @@ if TYPE_CHECKING:
     from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.grouped_matmul.weights import StackedExperts
     from appliance.kernels.kv_cache import LayerCache
-    from appliance.kernels.kv_write.head_norms import HeadNorms
     from appliance.kernels.library_tiles.tiles import LinearTiles
     from appliance.kernels.ragged import RaggedBatch
     from appliance.kernels.sealed_blocks import SealedBlocks
     from appliance.kernels.state_spans import StateSpans
     from appliance.kernels.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norm of each head before RoPE."""
+
+    query: Tensor  # (head_dim,) float32
+    key: Tensor  # (head_dim,) float32
+    eps: float
+
+
+class MaskTokens(Protocol):
+    """Applies masks without waiting, in Triton or on the CPU."""
+
+    def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None: ...
+
+
+class TokenScores(NamedTuple):
+    """Natural log probabilities; NaN in a row whose logits are not finite."""
+
+    chosen: Tensor  # (num_rows,) float32, of the given token
+    top: Tensor  # (num_rows, count) float32, of the likeliest, in falling order
+    top_ids: Tensor  # (num_rows, count) int64; among equals the lowest id comes first
+
+
+class ScoreTokens(Protocol):
+    """Scores a token per row without waiting for the device, in C or torch."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, count: int) -> TokenScores:
+        """Score tokens.
+
+        Args:
+            logits: (num_rows, vocab_size) float32; not changed.
+            targets: (num_rows,) int64, a token for each row.
+            count: likeliest tokens to report; 0 reports none.
+        """
+        ...
 
 
 class Linear(Protocol):
@@ -85,7 +121,7 @@ class GatedDeltaRule(Protocol):
         state: Tensor,  # (num_slots, num_value_heads, key_dim, value_dim) float32, updated
         spans: StateSpans,
     ) -> Tensor:  # (num_tokens, num_value_heads, value_dim) float32
-        """Run the rule; the arguments are described at `gated_delta.reference`."""
+        """Run the rule; the arguments are described at `recurrence.reference`."""
         ...
 
 
@@ -102,7 +138,7 @@ class SelectiveScan(Protocol):
         state: Tensor,  # (num_slots, num_heads, state_dim, head_dim) float32, updated
         spans: StateSpans,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim) float32
-        """Scan; the arguments are described at `selective_scan.reference`."""
+        """Scan; the arguments are described at `recurrence.reference`."""
         ...
 
 
@@ -135,7 +171,7 @@ class PagedAttention(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim), dtype of query
-        """Attend; see `paged_attention.reference` for the arguments."""
+        """Attend; see `attention.reference` for the arguments."""
         ...
 
 

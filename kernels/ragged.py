@@ -75,7 +75,7 @@ class RaggedBatch:
     state_slots: Tensor | None = None
     host_state_slots: tuple[int, ...] | None = None
     adapters: AdapterRows | None = None  # None where no sequence has one
-    # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`. None builds these, as the rows
+    # (num_tiles, 2) int32, see `attention.work.prefill_tiles`. None builds these, as the rows
     # that pass through states, from the host's numbers, which a captured graph must not do.
     prefill_tiles: Tensor | None = None
     span_rows: SpanRows | None = None

@@ -28,7 +28,6 @@ PAGES_IN_ENGINE = {
     "kv_page",
     "KVPages",
     "on_pages",
-    "paged_attention",
     "PAGESIZE",
 }
 

@@ -5,15 +5,17 @@ Imports torch only where a GPU is asked about.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.cuda_driver import has_driver
 from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.runtime import free_host_bytes
 
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.kernels.cpu.structs import Isa
     from appliance.kernels.operations import Backend
+
+
+@lru_cache
+def has_driver() -> bool:
+    """Return True if the library exists without which torch sees no GPU either."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

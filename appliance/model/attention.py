@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.kv_write.head_norms import HeadNorms
+from appliance.kernels.operations import HeadNorms
 from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.model.adapters.torch_slots import run_adapted
 from appliance.model.spec import HeadNormKind

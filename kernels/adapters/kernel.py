@@ -7,7 +7,7 @@ order. Grids are bounded by shapes alone, and blocks without rows end at once.
 import triton
 import triton.language as tl
 
-from appliance.kernels.group_products.kernel import load_x
+from appliance.kernels.device.group_products import load_x
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -14,7 +14,6 @@ from torch import Tensor
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.fp8_matmul.kernel import fp8_matmul_kernel, quantize_rows_kernel
-from appliance.kernels.fp8_matmul.tiles import LEAST_NATIVE, choose_fp8_tile
 from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
@@ -25,13 +24,13 @@ from appliance.kernels.packed_matmul.launch import (
 )
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.kernels.packed_matmul.tiled import pad_bias, tile_fp8
-from appliance.kernels.packed_matmul.tiles import TILE_N, architecture, choose_splits
+from appliance.kernels.packed_matmul.tiles import TILE_N, MatmulTile, architecture, choose_splits
 from appliance.kernels.residency import Footprints
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from appliance.kernels.operations import Linear
-    from appliance.kernels.packed_matmul.tiles import MatmulTile
+
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,24 @@ QUANTIZE_BLOCK = 2048
 MOST_OWN_ROWS = 64
 LIBRARY_MULTIPLE = 16  # of inputs and outputs
 _FOOTPRINTS = Footprints(fp8_matmul_kernel)
+
+LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
+
+# With FP8 activations nothing is widened, so tiles are chosen for reuse, and like those of
+# packed_matmul from compiled code alone.
+_FEW = (MatmulTile(16, 16, 64, 4, 4), MatmulTile(64, 64, 64, 4, 4))
+FP8_TILES = {
+    89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3)),
+    90: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 4)),
+    120: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3)),
+}
+
+
+def choose_fp8_tile(rows: int, capability: int) -> MatmulTile:
+    """Choose the tile for a number of rows of x and a compute capability (89 is 8.9)."""
+    elders = [elder for elder in FP8_TILES if elder <= capability]
+    table = FP8_TILES[120 if capability > 90 else max(elders, default=LEAST_NATIVE)]
+    return next(tile for tile in table if rows <= tile.max_rows)
 
 
 class ActivationKind(Enum):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from appliance.kernels.dependent_launch.kernel import wait_for_previous
+from appliance.kernels.device.dependent_launch import wait_for_previous
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Keeps exp2 finite; a sigmoid this small is below the rounding of any result.

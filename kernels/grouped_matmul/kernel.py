@@ -8,7 +8,7 @@ shapes alone and nothing is read back, so a graph can capture all of it. Codes a
 import triton
 import triton.language as tl
 
-from appliance.kernels.group_products.kernel import add_group, add_tiles, load_scales, load_x
+from appliance.kernels.device.group_products import add_group, add_tiles, load_scales, load_x
 from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)

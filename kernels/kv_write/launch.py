@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.kv_cache import LayerCache
-    from appliance.kernels.kv_write.head_norms import HeadNorms
+    from appliance.kernels.operations import HeadNorms
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WARPS = 4

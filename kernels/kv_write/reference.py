@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.kv_cache import LayerCache
-    from appliance.kernels.kv_write.head_norms import HeadNorms
+    from appliance.kernels.operations import HeadNorms
 
 INT8_MAX = 127
 FLOAT16_MAX = 65504.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.kernels.attention.cpu_plan import CpuAttentionWork
 from appliance.kernels.latent_attention import reference
-from appliance.kernels.paged_attention.cpu_plan import CpuAttentionWork
 
 if TYPE_CHECKING:
     from torch import Tensor

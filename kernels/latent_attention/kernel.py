@@ -8,10 +8,166 @@ neighbours of them. In decode programs share out spans of the keys and leave par
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_merge.kernel import merge
-from appliance.kernels.attention_spans.kernel import seen_spans
-from appliance.kernels.attention_tile.kernel import power_for
-from appliance.kernels.latent_tile.kernel import attend_latents
+from appliance.kernels.attention.merge_kernel import merge
+from appliance.kernels.attention.spans_kernel import seen_spans
+from appliance.kernels.attention.tile_kernel import (
+    LARGEST_INVERSE,
+    PAGE,
+    SMALLEST,
+    exp2,
+    log2,
+    power_for,
+    start,
+)
+from appliance.kernels.kv_page import layout
+from appliance.kernels.kv_page.kernel import row_halves, scale_of
+
+STRIP: tl.constexpr = tl.constexpr(layout.DIM_STEP)
+ONES: tl.constexpr = tl.constexpr(0x3C003C00)  # a record of scales of 1
+
+
+@triton.jit
+def load_queries(
+    p_query,  # where the first row's query begins
+    num_rows,  # rows of the tile that exist
+    o_dim,  # elements of a query
+    last,  # the first element that is padding
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return some elements of the queries, (BLOCK_M, elements)."""
+    o_m = tl.arange(0, BLOCK_M)
+    b_mask = (o_m < num_rows)[:, None] & (o_dim < last)[None, :]
+    p_row = p_query + (o_m * WIDTH)[:, None] + o_dim[None, :]
+    return tl.load(p_row, mask=b_mask, other=0.0)
+
+
+@triton.jit
+def places(o_element, HALF: tl.constexpr, IS_CODES: tl.constexpr):
+    """Return where a page has elements of its first token: its halves lie apart, codes in strips.
+
+    A strip has STRIP codes of each token.
+    """
+    if IS_CODES and HALF // STRIP * STRIP == HALF:  # whose contiguity the compiler sees
+        return o_element // STRIP * (PAGE * STRIP) + o_element % STRIP
+    elif IS_CODES:
+        STORED: tl.constexpr = (HALF + STRIP - 1) // STRIP * STRIP
+        o_in_half = o_element % HALF
+        o_strip = o_element // HALF * (STORED // STRIP) + o_in_half // STRIP
+        return o_strip * (PAGE * STRIP) + o_in_half % STRIP
+    else:
+        return o_element + o_element // HALF * ((PAGE - 1) * HALF)
+
+
+@triton.jit
+def scaled_rows(b_code, o_element, b_first, b_second, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return codes (tokens, elements) times the scales of their halves, in their dtype."""
+    b_scale = tl.where((o_element < HALF)[None, :], b_first[:, None], b_second[:, None])
+    return row_halves(b_code, ASM).to(b_scale.dtype) * b_scale
+
+
+@triton.jit
+def attend_latents(
+    p_query,  # where the tile's first query begins
+    p_undo,  # its inverse scale; of codes only
+    num_rows,  # of the tile
+    b_position,  # (BLOCK_M,) positions of the rows
+    pages_ptr,
+    records_ptr,  # the pages as int32; of codes only
+    p_table,  # the sequence's blocks
+    key_begin,  # a multiple of BLOCK_N
+    key_end,
+    score_scale,  # from scores to exponents of 2
+    ASM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    IS_CODES: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Return a tile's mean of the latents up to each row's position, and its logarithm of the sum.
+
+    A row without a key gets zeros and -inf. Each latent is read once, for both products. Codes
+    become float16 with the scale of their half of the token as a share of the larger one, which
+    goes onto scores and weights.
+    """
+    PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
+    WIDTH: tl.constexpr = LATENT + ROTARY
+    HALF: tl.constexpr = WIDTH // 2  # of a token, which a page holds in two halves
+    RECORD: tl.constexpr = PAGE * ((HALF + STRIP - 1) // STRIP * STRIP) // 2  # in words
+    TOKEN: tl.constexpr = STRIP if IS_CODES else HALF  # from one token to the next
+    o_n = tl.arange(0, BLOCK_N)
+    o_latent = tl.arange(0, LATENT_PADDED)
+    o_rotary = LATENT + tl.arange(0, ROTARY_PADDED)
+    b_query = load_queries(p_query, num_rows, o_latent, LATENT, BLOCK_M, WIDTH)
+    b_turned = load_queries(p_query, num_rows, o_rotary, WIDTH, BLOCK_M, WIDTH)
+    row_scale = score_scale
+    if IS_CODES:
+        o_m = tl.arange(0, BLOCK_M)
+        b_undo = tl.load(p_undo + o_m, mask=o_m < num_rows, other=0.0)
+        row_scale = tl.maximum(score_scale * b_undo, SMALLEST)[:, None]
+    b_query = b_query.to(tl.dtype(COMPUTE))
+    b_turned = b_turned.to(tl.dtype(COMPUTE))
+    o_latent_place = places(o_latent, HALF, IS_CODES)
+    o_rotary_place = places(o_rotary, HALF, IS_CODES)
+    b_max, b_sum, b_acc = start(BLOCK_M, LATENT_PADDED)
+    for key_start in tl.range(key_begin, key_end, BLOCK_N, num_stages=NUM_STAGES):
+        i_block = tl.load(p_table + key_start // PAGE).to(tl.int64)
+        b_key_position = key_start + o_n
+        b_valid = (b_key_position < key_end)[:, None]
+        p_token = pages_ptr + i_block * PAGE_ELEMENTS
+        i_slot = key_start - key_start // PAGE * PAGE
+        p_token += i_slot * TOKEN
+        p_token += (o_n * TOKEN)[:, None]
+        b_mask = b_valid
+        if LATENT < LATENT_PADDED:
+            b_mask = b_valid & (o_latent < LATENT)[None, :]
+        b_latent = tl.load(p_token + o_latent_place[None, :], mask=b_mask, other=0)
+        b_mask = b_valid
+        if ROTARY < ROTARY_PADDED:
+            b_mask = b_valid & (o_rotary < WIDTH)[None, :]
+        b_key = tl.load(p_token + o_rotary_place[None, :], mask=b_mask, other=0)
+        if IS_CODES:
+            p_record = records_ptr + i_block * (PAGE_ELEMENTS // 4) + RECORD + i_slot + o_n
+            b_record = tl.load(p_record, mask=b_key_position < key_end, other=ONES)
+            b_first, b_second = scale_of(b_record), scale_of(b_record >> 16)
+            b_token_scale = tl.maximum(b_first, b_second)
+            b_inverse = 1.0 / b_token_scale
+            b_first = (b_first * b_inverse).to(b_query.dtype)
+            b_second = (b_second * b_inverse).to(b_query.dtype)
+            b_latent = scaled_rows(b_latent, o_latent, b_first, b_second, HALF, ASM)
+            b_key = scaled_rows(b_key, o_rotary, b_first, b_second, HALF, ASM)
+        b_latent = b_latent.to(b_query.dtype)
+        b_key = b_key.to(b_query.dtype)
+
+        b_score = tl.dot(b_query, tl.trans(b_latent), input_precision=PRECISION)
+        b_score = tl.dot(b_turned, tl.trans(b_key), b_score, input_precision=PRECISION)
+        b_seen = b_key_position[None, :] <= b_position[:, None]
+        b_score *= row_scale
+        if IS_CODES:
+            # The scale of a latent is part of its weight's exponent, so the largest weight is 1.
+            b_addend = log2(b_token_scale, ASM)
+            b_score = b_score * b_token_scale[None, :] + b_addend[None, :]
+        b_score = tl.where(b_seen, b_score, -float("inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
+        b_weight = exp2(b_score - b_new_max[:, None], ASM)
+        b_decay = exp2(b_max - b_new_max, ASM)
+        b_max = b_new_max
+        b_share = b_weight
+        if IS_CODES:
+            b_share *= tl.minimum(exp2(-b_addend, ASM), LARGEST_INVERSE)[None, :]
+        b_sum = b_sum * b_decay + tl.sum(b_share, 1)
+        b_acc *= b_decay[:, None]
+        b_weight = b_weight.to(b_query.dtype)
+        b_acc = tl.dot(b_weight, b_latent, b_acc, input_precision=PRECISION)
+    b_acc *= (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
+    b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, SMALLEST)), -float("inf"))
+    return b_acc, b_lse
 
 
 @triton.jit

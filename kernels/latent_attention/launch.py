@@ -6,6 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.attention.launch import (
+    LOG2_E,
+    decode_spans,
+    programs_at_once,
+    unsupported,
+)
+from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
+from appliance.kernels.attention.work import TILE_ROWS, AttentionWork
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
@@ -21,14 +29,6 @@ from appliance.kernels.latent_attention.variant import (
     WIDEST_FLOAT32,
     LatentVariant,
 )
-from appliance.kernels.paged_attention.launch import (
-    LOG2_E,
-    decode_spans,
-    programs_at_once,
-    unsupported,
-)
-from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase, padded
-from appliance.kernels.paged_attention.work import TILE_ROWS, AttentionWork
 from appliance.kernels.residency import Footprints
 from appliance.kernels.target import Target, target_of
 
@@ -53,7 +53,7 @@ def latent_attention(
     Args:
         query: (num_tokens, num_heads, width) bfloat16, float16 or float32.
         cache: pages of this layer, with this step's tokens written.
-        work: the AttentionWork from `paged_attention.launch.plan_attention`.
+        work: the AttentionWork from `attention.launch.plan_attention`.
         scale: multiplies q . k.
         latent: elements of a token that are summed.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.paged_attention.reference import visible
+from appliance.kernels.attention.reference import visible
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sealed_blocks import SealedBlocks
 
@@ -27,7 +27,7 @@ def latent_attention(
     Args:
         query: (num_tokens, num_heads, width), as wide as a cached token.
         cache: blocks of this layer, with this step's tokens written.
-        work: the RaggedBatch from `paged_attention.reference.plan_attention`.
+        work: the RaggedBatch from `attention.reference.plan_attention`.
         scale: multiplies q . k.
         latent: elements of a token that are summed; the others only score.
 

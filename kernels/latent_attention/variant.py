@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes
-from appliance.kernels.paged_attention.variant import (
+from appliance.kernels.attention.variant import (
     COMPUTE_NAMES,
     WIDEST_WHOLE,
     Phase,
     Tile,
     padded,
 )
-from appliance.kernels.paged_attention.work import (
+from appliance.kernels.attention.work import (
     FAN_IN,
     SPAN_BOUNDS,
     SPAN_COLUMNS,
     SPAN_LENGTHS,
 )
+from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes
 
 if TYPE_CHECKING:
     from appliance.kernels.kv_format import KVFormat

@@ -10,13 +10,21 @@ import torch
 from appliance.kernels.library_tiles.kernel import widen_kernel
 from appliance.kernels.library_tiles.reference import VALUES_OF
 from appliance.kernels.library_tiles.reference import widen as widen_elements
-from appliance.kernels.library_tiles.variant import WARPS, widen_constexprs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.cpu.structs import Format
     from appliance.kernels.library_tiles.tiles import LinearTiles
+
+
+WARPS = 4
+_BLOCK_K = 128
+
+
+def widen_constexprs(bits: int, group: int) -> dict[str, int]:
+    """Return the compile-time arguments for codes of some bits in groups of inputs."""
+    return {"BITS": bits, "GROUP": group, "BLOCK_K": _BLOCK_K}
 
 
 def widen(tiles: LinearTiles, dtype: torch.dtype) -> Tensor:

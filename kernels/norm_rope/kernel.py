@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from appliance.kernels.dependent_launch.kernel import wait_for_previous
+from appliance.kernels.device.dependent_launch import wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_rows"])

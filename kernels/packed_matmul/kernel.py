@@ -9,16 +9,16 @@ FOLDED, weights take it, and all products add to one sum.
 import triton
 import triton.language as tl
 
-from appliance.kernels.code_planes.kernel import code_of, iq4_value
-from appliance.kernels.dependent_launch.kernel import prefetch_lines, wait_for_previous
-from appliance.kernels.group_products.kernel import (
+from appliance.kernels.device.code_planes import code_of, iq4_value
+from appliance.kernels.device.dependent_launch import prefetch_lines, wait_for_previous
+from appliance.kernels.device.group_products import (
     add_group,
     add_tiles,
     load_scales,
     load_x,
     scales_of_words,
 )
-from appliance.kernels.scale_records.kernel import load_record, record_scales
+from appliance.kernels.device.scale_records import load_record, record_scales
 from appliance.kernels.weight_codes.kernel import (
     tile_scales,
     to_scaled_weights,

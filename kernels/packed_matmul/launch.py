@@ -11,7 +11,6 @@ from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
-from appliance.kernels.dependent_launch.launch import early_options, starts_early
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.ggml import GgmlWeight
@@ -23,7 +22,6 @@ from appliance.kernels.packed_matmul.kernel import (
     rows_kernel,
 )
 from appliance.kernels.packed_matmul.reference import dense_linear
-from appliance.kernels.packed_matmul.reorder import reordered
 from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiled import (
     GATE_RUN,
@@ -57,7 +55,7 @@ from appliance.kernels.packed_matmul.variant import (
     takes_sums,
 )
 from appliance.kernels.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
-from appliance.kernels.target import target_of
+from appliance.kernels.target import early_options, starts_early, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,10 +66,41 @@ if TYPE_CHECKING:
 
     Tileable = PackedWeight | Fp4Weight | GgmlWeight
 
+
 GROUP_MULTIPLE = 32
 WIDTH_MULTIPLE = 32  # aligns every row of x to 16 bytes
 DTYPES = (torch.bfloat16, torch.float16)
 _FOOTPRINTS = Footprints(packed_matmul_kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class ReorderedLinear:
+    """Calls a linear with x in the order of the weight's columns."""
+
+    linear: Linear
+    input_order: Tensor  # (in_features,) int32
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight, the bias and the order take."""
+        return self.linear.nbytes + self.input_order.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features), dtype of x."""
+        return self.linear(x.index_select(1, self.input_order))
+
+
+def reordered(linear: Linear, input_order: Tensor | None) -> Linear:
+    """Wrap a linear for inputs in their own order; see `PackedWeight.input_order`."""
+    return linear if input_order is None else ReorderedLinear(linear, input_order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,3 +109,29 @@ def run_rows(
             num_warps=pass_warps(target_of(value.device).capability),
         )
     return out
+
+
+def gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    spans: StateSpans,
+) -> Tensor:
+    """See `reference.gated_delta`."""
+    return run_rows(query, key, value, log_decay, beta, state, spans, corrects=True)
+
+
+def selective_scan(
+    value: Tensor,
+    key: Tensor,
+    query: Tensor,
+    size: Tensor,
+    rates: Tensor,
+    state: Tensor,
+    spans: StateSpans,
+) -> Tensor:
+    """See `reference.selective_scan`."""
+    return run_rows(query, key, value, rates, size, state, spans, corrects=False)

@@ -16,7 +16,7 @@ A greedy row returns at once from 2 to 4, a row without top-k and top-p from 3 a
 import triton
 import triton.language as tl
 
-from appliance.kernels.draw_by_rank.kernel import draw_by_rank, fixed, weight_of
+from appliance.kernels.device.draw_by_rank import draw_by_rank, fixed, weight_of
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from appliance.kernels import arrays
 from appliance.kernels.cpu.engine import check
-from appliance.kernels.token_scores.interface import TokenScores
+from appliance.kernels.operations import TokenScores
 
 if TYPE_CHECKING:
     from torch import Tensor

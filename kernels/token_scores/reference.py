@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.kernels.operations import TokenScores
 from appliance.kernels.sampling.ranking import likeliest
-from appliance.kernels.token_scores.interface import TokenScores
 
 if TYPE_CHECKING:
     from torch import Tensor

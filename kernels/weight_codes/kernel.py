@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from appliance.kernels.code_planes.kernel import join_eight, widen_planes
+from appliance.kernels.device.code_planes import join_eight, widen_planes
 from appliance.kernels.weight_codes import ptx
 
 INT4_BF16: tl.constexpr = tl.constexpr(ptx.INT4_BF16)

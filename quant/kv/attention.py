@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.attention.reference import visible
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.codes import (
     INT4_CENTRE,
@@ -18,7 +19,6 @@ from appliance.kernels.kv_page.codes import (
     quantize_int8,
 )
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.paged_attention.reference import visible
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from appliance.kernels.attention.cpu_plan import CpuAttentionWork
 from appliance.kernels.kv_cache import KVBlocks
-from appliance.kernels.paged_attention.cpu_plan import CpuAttentionWork
 from appliance.kernels.ragged import RaggedBatch
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention.work import (
+from appliance.kernels.attention.work import (
     SPAN_BOUNDS,
     SPAN_LENGTHS,
     TILE_ROWS,
@@ -20,6 +18,8 @@ from appliance.kernels.paged_attention.work import (
     prefill_tiles,
     span_of,
 )
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 
 
@@ -128,7 +128,7 @@ def test_a_window_makes_no_work_beyond_it() -> None:
 def test_what_no_kernel_covers_is_named_with_what_is(
     heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, said: str
 ) -> None:
-    from appliance.kernels.paged_attention.launch import check_supported
+    from appliance.kernels.attention.launch import check_supported
 
     with pytest.raises(UnsupportedModelError, match=f"layer 7: .*{said}"):
         check_supported(*heads, head_dim, block_size, dtype, KVFormat.INT4, layer=7)
@@ -154,12 +154,11 @@ def test_tiles_variants_and_references_load_no_triton() -> None:
     names = [
         f"appliance.kernels.{name}"
         for name in (
-            "paged_attention.variant",
-            "paged_attention.work",
-            "paged_attention.reference",
+            "attention.variant",
+            "attention.work",
+            "attention.reference",
             "packed_matmul.tiles",
             "packed_matmul.variant",
-            "fp8_matmul.tiles",
             "kv_write.reference",
             "kv_page.reference",
         )

@@ -16,8 +16,8 @@ def test_choice_follows_the_device() -> None:
 
 
 def test_cuda_gets_the_triton_launchers() -> None:
+    from appliance.kernels.attention.launch import paged_attention, plan_attention
     from appliance.kernels.kv_write.launch import write_kv
-    from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
 
     backend = select_backend(torch.device("cuda"), "auto")
     assert backend.name == "triton"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
 
-from appliance.kernels.fp8_matmul.tiles import choose_fp8_tile
+from appliance.kernels.fp8_matmul.launch import choose_fp8_tile
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import (
     ARCHITECTURES,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.kernels.cpu.library import load_library
+from appliance.kernels.operations import MaskTokens
 from appliance.kernels.token_mask.cpu import NativeMasks
-from appliance.kernels.token_mask.interface import MaskTokens
 from appliance.kernels.token_mask.reference import mask_tokens as reference
 
 each_way = pytest.mark.parametrize(

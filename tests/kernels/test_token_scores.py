@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
+from appliance.kernels.operations import ScoreTokens
 from appliance.kernels.token_scores.cpu import NativeScores
-from appliance.kernels.token_scores.interface import ScoreTokens
 from appliance.kernels.token_scores.reference import score_tokens as reference
 
 library = NativeScores(NativeEngine(load_library(), threads=2))

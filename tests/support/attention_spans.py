@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.paged_attention.work import (
+from appliance.kernels.attention.work import (
     SPAN_BOUNDS,
     SPAN_LENGTHS,
     span_of,
 )
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
 
 
 def begin_of(span: int) -> int:

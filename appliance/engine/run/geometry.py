@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.blocks.state_slots import StateSlots
+from appliance.kernels.attention.work import TILE_ROWS
 from appliance.kernels.host_spans import most_chunks
-from appliance.kernels.paged_attention.work import TILE_ROWS
 from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from appliance.engine.grammars.matchers import Masks, Matchers
     from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.run.device import Device
-    from appliance.kernels.token_mask.interface import MaskTokens
+    from appliance.kernels.operations import MaskTokens
 
 
 class GrammarMasks:

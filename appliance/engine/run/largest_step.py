@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.engine.run.staging import StepShape
+from appliance.kernels.attention.work import TILE_ROWS
 from appliance.kernels.host_spans import most_chunks
-from appliance.kernels.paged_attention.work import TILE_ROWS
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.limits import SchedulerLimits

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.interface import MaskTokens
-    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
 
 # The number of rows selects a step's matmul kernel: each kernel serves one of these numbers or a

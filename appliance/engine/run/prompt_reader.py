@@ -19,7 +19,7 @@ from appliance.engine.nouns.messages import Candidate, TokenLogprobs
 from appliance.engine.nouns.plan import Sampled
 from appliance.engine.run.sampled_rows import BROKEN
 from appliance.kernels import arrays
-from appliance.kernels.token_scores.interface import TokenScores
+from appliance.kernels.operations import TokenScores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.nouns.plan import Plan, ScheduledSequence
     from appliance.engine.run.device import Device
-    from appliance.kernels.token_scores.interface import ScoreTokens
+    from appliance.kernels.operations import ScoreTokens
     from appliance.model.executor import Executor
 
 

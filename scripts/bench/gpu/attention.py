@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.attention import reference
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention import reference
 from appliance.kernels.ragged import RaggedBatch
 from bench.gpu.backend import our_backend
 from bench.gpu.rows import Contender, Rows, Work, relative_error

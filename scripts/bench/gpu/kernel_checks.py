@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.activation import Activation
+from appliance.kernels.attention import reference as reference_attention
+from appliance.kernels.attention.launch import paged_attention, plan_attention
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.fp8_matmul import launch as fp8_launch
@@ -27,8 +29,6 @@ from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.norm_rope.launch import add_rms_norm
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as packed_launch
-from appliance.kernels.paged_attention import reference as reference_attention
-from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.penalties import reference as reference_penalties
 from appliance.kernels.penalties.launch import penalize

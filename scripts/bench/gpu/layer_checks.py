@@ -14,14 +14,12 @@ from appliance.kernels.adapters.factors import OutputRun, StackedFactors, blocks
 from appliance.kernels.adapters.launch import add_adapters, plan_adapters
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.reference import gated_activation
-from appliance.kernels.gated_delta import reference as reference_delta
-from appliance.kernels.gated_delta.launch import gated_delta
 from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
 from appliance.kernels.packed_matmul import launch as packed_launch
 from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.selective_scan import reference as reference_scan
-from appliance.kernels.selective_scan.launch import selective_scan
+from appliance.kernels.recurrence import reference as reference_recurrence
+from appliance.kernels.recurrence.launch import gated_delta, selective_scan
 from appliance.kernels.state_spans import StateSpans
 from appliance.kernels.weight import Weight, dense
 from bench.gpu.kernel_checks import (
@@ -129,7 +127,7 @@ def _delta(device: torch.device) -> tuple[float, float]:
     share = _uniform(device, 2, rows, heads)
     state = random_numbers(device, 5, heads, dim, dim, seed=2).float()
     parts = (query / dim, key, value, -share[0], share[1])
-    run, reference = gated_delta, reference_delta.gated_delta
+    run, reference = gated_delta, reference_recurrence.gated_delta
     return _beside(run, reference, *parts, state=state, spans=_spans(device))
 
 
@@ -139,7 +137,7 @@ def _scan(device: torch.device) -> tuple[float, float]:
     key, query = random_numbers(device, 2, rows, groups, width, seed=1).float().unbind()
     size, rates = _uniform(device, rows, heads) + 0.1, _uniform(device, heads) + 0.2
     state = random_numbers(device, 5, heads, width, dim, seed=2).float()
-    run, reference = selective_scan, reference_scan.selective_scan
+    run, reference = selective_scan, reference_recurrence.selective_scan
     return _beside(
         run, reference, value, key, query, size, rates, state=state, spans=_spans(device)
     )

@@ -15,7 +15,7 @@ from appliance.engine.run.geometry import Geometry, Spare
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.staging import Staging, StepShape, StepTensors
-from appliance.kernels.paged_attention.work import NO_TILE
+from appliance.kernels.attention.work import NO_TILE
 from appliance.kernels.penalties.cpu import penalize
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import batched

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.attention import reference
+from appliance.kernels.attention.launch import paged_attention, plan_attention
+from appliance.kernels.attention.variant import FP8_CAPABILITY, WIDEST_WHOLE
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention import reference
-from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
-from appliance.kernels.paged_attention.variant import FP8_CAPABILITY, WIDEST_WHOLE
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:

@@ -42,11 +42,11 @@ from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
+from appliance.kernels.attention import launch as attention_launch
+from appliance.kernels.attention.work import AttentionWork
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.operations import Backend
-from appliance.kernels.paged_attention import launch as attention_launch
-from appliance.kernels.paged_attention.work import AttentionWork
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from appliance.kernels.attention import reference
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention import reference
 from tests.kernels.executed.attending import BF16, attend
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import torch
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_write import reference
-from appliance.kernels.kv_write.head_norms import HeadNorms
 from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
 from appliance.kernels.norm_rope.reference import rms_norm, rotary
+from appliance.kernels.operations import HeadNorms
 
 NUM_BLOCKS = 4
 SLOTS = torch.tensor([127, 0, 33, 32, 31, -1, 70])

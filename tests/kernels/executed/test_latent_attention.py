@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.attention.launch import plan_attention
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_write.launch import write_kv
 from appliance.kernels.latent_attention import reference
 from appliance.kernels.latent_attention.launch import check_latents, latent_attention
-from appliance.kernels.paged_attention.launch import plan_attention
 from tests.kernels.executed.attending import BF16, BOUNDS, FP16, FP32
 from tests.kernels.executed.conftest import Case, build_batch, fill_with_nan, slots_of
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention.launch import (
+from appliance.kernels.attention.launch import (
     check_supported,
     paged_attention,
     plan_attention,
 )
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.target import target_of
 from tests.kernels.executed.attending import (
     BF16,

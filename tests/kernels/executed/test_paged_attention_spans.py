@@ -12,12 +12,12 @@ from attention_spans import span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention.launch import (
+from appliance.kernels.attention.launch import (
     decode_spans,
     paged_attention,
     plan_attention,
 )
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from tests.kernels.executed.attending import assert_matches_reference, attend
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from state_steps import padded_spans_of, spans_of
 
-from appliance.kernels.gated_delta.launch import gated_delta
-from appliance.kernels.gated_delta.reference import gated_delta as gated_delta_by_torch
+from appliance.kernels.recurrence.launch import gated_delta, selective_scan
+from appliance.kernels.recurrence.reference import gated_delta as gated_delta_by_torch
+from appliance.kernels.recurrence.reference import selective_scan as selective_scan_by_torch
 from appliance.kernels.recurrence.variant import CHUNK, FEWEST_CHUNKED
-from appliance.kernels.selective_scan.launch import selective_scan
-from appliance.kernels.selective_scan.reference import selective_scan as selective_scan_by_torch
 
 Parts = tuple[torch.Tensor, ...]
 

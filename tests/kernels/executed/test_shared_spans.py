@@ -12,9 +12,9 @@ from attention_spans import begin_of, span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.kernels.attention.launch import decode_spans, plan_attention
+from appliance.kernels.attention.work import span_of
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention.launch import decode_spans, plan_attention
-from appliance.kernels.paged_attention.work import span_of
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
 from tests.kernels.executed.attending import assert_matches_reference, attend
 

@@ -16,6 +16,13 @@ from packed_weights import random_packed
 from ptx_machine.driver import PtxDriver
 from ptx_machine.memory import SECTOR
 
+from appliance.kernels.attention import launch as attention_launch
+from appliance.kernels.attention.launch import (
+    decode_spans,
+    paged_attention,
+    plan_attention,
+)
+from appliance.kernels.attention.variant import Tile, Variant, choose_tile
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
@@ -26,13 +33,6 @@ from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear
 from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiles import TILE_N, choose_splits
 from appliance.kernels.packed_matmul.variant import takes_sums
-from appliance.kernels.paged_attention import launch as attention_launch
-from appliance.kernels.paged_attention.launch import (
-    decode_spans,
-    paged_attention,
-    plan_attention,
-)
-from appliance.kernels.paged_attention.variant import Tile, Variant, choose_tile
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
 from appliance.kernels.sealed_blocks import SealedBlocks
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from compiled_kernels.signature import KernelSignature
 
-# Of a signature these name the row or judge it; the compiler does not see them.
-_NOT_COMPILED = {"name", "loop_elements"}
+# Of a signature these name the row, say where its kernel stands or judge it; the compiler does not
+# see them.
+_NOT_COMPILED = {"name", "module", "loop_elements"}
 _PLAIN = (bool, int, float, str, bytes, type(None), Enum)
 
 
@@ -40,16 +41,20 @@ def digest(signature: KernelSignature, capability: int, triton: str) -> str:
     parts |= {
         "capability": capability,
         "triton": triton,
-        "sources": sources(kernel),
+        "sources": list(sources(kernel).values()),
         "reader": _reader(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
 @cache
-def sources(kernel: Any) -> dict[str, str]:
-    """Return the text of a kernel and all it calls, and the constants they read, by full name."""
-    found: dict[str, str] = {}
+def sources(kernel: Any) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return the text of a kernel and all it calls, each with the constants it reads.
+
+    By full name, in the order in which a reader comes to them; the digest leaves the names out, for
+    a function that moves to another file stays what it is.
+    """
+    found: dict[str, tuple[str, dict[str, str]]] = {}
     waiting = [kernel.fn]
     while waiting:
         function = waiting.pop()
@@ -57,13 +62,14 @@ def sources(kernel: Any) -> dict[str, str]:
         if name in found:
             continue
         tree = _tree(inspect.getsource(function))
-        found[name] = ast.unparse(tree)
+        constants: dict[str, str] = {}
+        found[name] = ast.unparse(tree), constants
         for read, value in _reads(tree, function):
             called, constant = _place(read, value)
             if called is not None:
                 waiting.append(called)
             if constant is not None:
-                found[f"{name}: {read}"] = constant
+                constants[read] = constant
     return found
 
 

@@ -229,9 +229,9 @@ def why_no_library(config: EngineConfig, source: ModelSource) -> str | None:
 
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
+    from appliance.kernels.attention.launch import check_supported
     from appliance.kernels.latent_attention.launch import check_latents
     from appliance.kernels.norm_rope.launch import check_supported as check_norm
-    from appliance.kernels.paged_attention.launch import check_supported
     from appliance.kernels.sampling.launch import check_vocabulary
 
     check_norm(spec.hidden_size, precision.dtype)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from appliance.engine.load.execution.torch_execution import TorchExecution
     from appliance.engine.nouns.beacon import Beacon
     from appliance.engine.run.sampler import SampleTokens
+    from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.interface import MaskTokens
-    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
     from appliance.model.fallback.operations import Operations
     from appliance.model.source import ModelSource

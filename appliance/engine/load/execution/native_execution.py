@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.interface import MaskTokens
-    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.fp8_matmul.launch import QUANTIZE_BLOCK, fp8_constexprs
-from appliance.kernels.fp8_matmul.tiles import FP8_TILES, LEAST_NATIVE
+from appliance.kernels.fp8_matmul.launch import (
+    FP8_TILES,
+    LEAST_NATIVE,
+    QUANTIZE_BLOCK,
+    fp8_constexprs,
+)
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import MatmulTile, architecture
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.latent_attention.variant import (
     CODES_AHEAD,
@@ -13,7 +14,6 @@ from appliance.kernels.latent_attention.variant import (
     SCALE_WARPS,
     LatentVariant,
 )
-from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase, padded
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.latent_attention.kernel"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.library_tiles.variant import WARPS, widen_constexprs
+from appliance.kernels.library_tiles.launch import WARPS, widen_constexprs
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 # Bits of a code, inputs of a group, whether codes name values.

@@ -8,20 +8,20 @@ from itertools import product
 
 import torch
 
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.paged_attention.variant import (
+from appliance.kernels.attention.variant import (
     COMPUTE_NAMES,
     Phase,
     Tile,
     Variant,
     choose_tile,
 )
-from appliance.kernels.paged_attention.work import SPAN_BOUNDS, SPAN_COLUMNS, SPAN_LENGTHS
+from appliance.kernels.attention.work import SPAN_BOUNDS, SPAN_COLUMNS, SPAN_LENGTHS
+from appliance.kernels.kv_format import KVFormat
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULES = {
-    Phase.DECODE: "appliance.kernels.paged_attention.kernel",
-    Phase.PREFILL: "appliance.kernels.attention_prefill.kernel",
+    Phase.DECODE: "appliance.kernels.attention.decode_kernel",
+    Phase.PREFILL: "appliance.kernels.attention.prefill_kernel",
 }
 
 
@@ -140,7 +140,7 @@ def attention_signature(
     absent = {"head_scales_ptr", "sinks_ptr", *sealed} - types.keys()
     module, function = MODULES[phase], f"{phase.value}_kernel"
     if variant.multiplies_codes(capability):
-        module, function = "appliance.kernels.attention_fp8.kernel", "fp8_prefill_kernel"
+        module, function = "appliance.kernels.attention.fp8_kernel", "fp8_prefill_kernel"
         types["pages_ptr"] = "*fp8e4nv"
         types.pop("open_tables_stride")
         absent -= sealed.keys()
@@ -183,7 +183,7 @@ def _cutting_signature(
     pointers += ("query_start", "context_lens")
     return KernelSignature(
         name=name,
-        module="appliance.kernels.attention_spans.kernel",
+        module="appliance.kernels.attention.spans_kernel",
         function=function,
         types={f"{pointer}_ptr": "*i32" for pointer in pointers} | dict.fromkeys(numbers, "i32"),
         constexprs={"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, **constexprs},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.short_conv.variant import WARPS, conv_constexprs
+from appliance.kernels.short_conv.launch import WARPS, conv_constexprs
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 # Taps, whether there is a bias.

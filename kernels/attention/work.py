@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.ragged import RaggedBatch
 
+
 # A span is one program's share of the keys; its length depends on the bounds that it lies between.
 # Early spans are short, because a program takes its pages one after another. Late ones are long, to
 # keep partial results small beside the keys: 2 KiB for four heads of 128 is 6 % of 256 tokens at 4
@@ -74,7 +75,7 @@ class AttentionWork:
 
 
 def span_of(position: int) -> int:
-    """Return the span of a position, as `attention_spans.kernel.span_of` does."""
+    """Return the span of a position, as `spans_kernel.span_of` does."""
     levels = zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False)
     return sum(max(min(position, end) - begin, 0) // length for begin, end, length in levels)
 

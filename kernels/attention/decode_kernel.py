@@ -1,14 +1,14 @@
 """Paged attention on the GPU, decode: programs share out spans of the keys of few rows.
 
-`attention_spans` cuts the spans, `attention_tile` folds pages, `attention_merge` merges the partial
-results of spans.
+`spans_kernel` cuts the spans, `tile_kernel` folds pages, `merge_kernel` merges the partial results
+of spans.
 """
 
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_merge.kernel import beside_sink, last_to_arrive, merge
-from appliance.kernels.attention_tile.kernel import SMALLEST, attend, load_group, start
+from appliance.kernels.attention.merge_kernel import beside_sink, last_to_arrive, merge
+from appliance.kernels.attention.tile_kernel import SMALLEST, attend, load_group, start
 
 
 # A new width of the block tables must not recompile the kernel while serving.

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.attention.work import FAN_IN, SPAN_COLUMNS
 from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes, stored_dims
-from appliance.kernels.paged_attention.work import FAN_IN, SPAN_COLUMNS
 
 if TYPE_CHECKING:
     from appliance.kernels.kv_format import KVFormat
+
 
 # Triton's names of the dtypes that activations can have.
 COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -86,11 +87,11 @@ class Variant:
 
     @property
     def is_in_parts(self) -> bool:
-        """True if each warp has a part of a head's dimensions, see `attention_parts`."""
+        """True if each warp has a part of a head's dimensions, see `parts_kernel`."""
         return self.head_dim > WIDEST_WHOLE
 
     def multiplies_codes(self, capability: int | None) -> bool:
-        """Return True if tensor cores multiply E4M3 codes as they are, see `attention_fp8`."""
+        """Return True if tensor cores multiply E4M3 codes as they are, see `fp8_kernel`."""
         has_products = capability is not None and capability >= FP8_CAPABILITY
         is_fp8 = self.kv_format.value == "fp8" and self.dtype is not torch.float32
         is_prefill = self.phase is Phase.PREFILL

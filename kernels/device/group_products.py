@@ -6,8 +6,8 @@ Shared by the kernels that multiply packed weights.
 import triton
 import triton.language as tl
 
-from appliance.kernels.code_planes.kernel import load_plane, words_of_group
-from appliance.kernels.scale_records.kernel import load_record, record_scales
+from appliance.kernels.device.code_planes import load_plane, words_of_group
+from appliance.kernels.device.scale_records import load_record, record_scales
 from appliance.kernels.weight_codes.kernel import (
     ROWS_APART,
     first_rows,

@@ -7,7 +7,7 @@ probabilities, and sums of queries and probabilities bring in the offsets.
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_parts.kernel import (
+from appliance.kernels.attention.parts_kernel import (
     add_values,
     by_part,
     by_row,

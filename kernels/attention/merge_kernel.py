@@ -7,7 +7,7 @@ its neighbours have.
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_tile.kernel import LOWEST, SMALLEST
+from appliance.kernels.attention.tile_kernel import LOWEST, SMALLEST
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

@@ -1,13 +1,13 @@
 """Paged attention on the GPU, prefill: programs take tiles of a sequence's rows.
 
-`attention_tile` folds the pages; decode, with few rows, is `paged_attention`.
+`tile_kernel` folds the pages; decode, with few rows, is `decode_kernel`.
 """
 
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_merge.kernel import beside_sink
-from appliance.kernels.attention_tile.kernel import SMALLEST, attend, power_for, start
+from appliance.kernels.attention.merge_kernel import beside_sink
+from appliance.kernels.attention.tile_kernel import SMALLEST, attend, power_for, start
 from appliance.kernels.kv_page.kernel import key_dims
 
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.attention_fp8.kernel import fp8_prefill_kernel
-from appliance.kernels.attention_prefill.kernel import prefill_kernel
-from appliance.kernels.attention_spans.kernel import plan_spans_kernel, share_spans_kernel
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.paged_attention.kernel import decode_kernel
-from appliance.kernels.paged_attention.variant import (
+from appliance.kernels.attention.decode_kernel import decode_kernel
+from appliance.kernels.attention.fp8_kernel import fp8_prefill_kernel
+from appliance.kernels.attention.prefill_kernel import prefill_kernel
+from appliance.kernels.attention.spans_kernel import plan_spans_kernel, share_spans_kernel
+from appliance.kernels.attention.variant import (
     COMPUTE_NAMES,
     Phase,
     Tile,
@@ -23,7 +20,7 @@ from appliance.kernels.paged_attention.variant import (
     choose_tile,
     padded,
 )
-from appliance.kernels.paged_attention.work import (
+from appliance.kernels.attention.work import (
     FAN_IN,
     MAX_KV_HEADS,
     MAX_ROWS,
@@ -36,6 +33,9 @@ from appliance.kernels.paged_attention.work import (
     most_spans,
     prefill_tiles,
 )
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.residency import Footprints, multiprocessors_of
 from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.kernels.target import target_of
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.ragged import RaggedBatch
+
 
 __all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attention"]
 

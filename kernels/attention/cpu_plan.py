@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from appliance.kernels.ragged import RaggedBatch
 
+
 # Decode rows share a call if their contexts round up to the same multiple: a few padded keys cost
 # less than a call.
 KEY_STEP = 256

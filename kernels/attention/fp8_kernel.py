@@ -2,7 +2,7 @@
 
 Keys and values go from the page to the tensor cores as they are. A row of queries becomes E4M3
 after a multiplication by a power of two, weights after one by 2^8, so both lose three bits more
-than `attention_prefill` does. These tensor cores sum with 13 bits of mantissa on compute
+than `prefill_kernel` does. These tensor cores sum with 13 bits of mantissa on compute
 capabilities 8.9 and 9.0 (SageAttention2, arXiv 2411.10958), so no sum is left to them for longer
 than a page.
 """
@@ -10,8 +10,8 @@ than a page.
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_merge.kernel import beside_sink
-from appliance.kernels.attention_tile.kernel import (
+from appliance.kernels.attention.merge_kernel import beside_sink
+from appliance.kernels.attention.tile_kernel import (
     PAGE,
     SMALLEST,
     TANH_LIMIT,

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from appliance.kernels.kv_cache import KVBlocks
-from appliance.kernels.paged_attention import reference
-from appliance.kernels.paged_attention.cpu_plan import (
+from appliance.kernels.attention import reference
+from appliance.kernels.attention.cpu_plan import (
     CpuAttentionWork,
     DecodeGroup,
     PrefillChunk,
     plan_attention,
     single_rows,
 )
+from appliance.kernels.kv_cache import KVBlocks
 
 if TYPE_CHECKING:
     from appliance.kernels.decoder_cache import AnyLayerCache
+
 
 __all__ = ["paged_attention", "plan_attention"]
 

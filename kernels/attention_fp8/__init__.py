@@ -1,1 +1,0 @@
-"""Prefill attention whose products multiply E4M3 codes."""

@@ -1,1 +1,0 @@
-"""Attention of many rows of a sequence: a program takes a tile of rows and all their keys."""

@@ -1,1 +1,0 @@
-"""Cuts the keys of decode rows into spans on the device, from the context lengths."""

@@ -1,1 +1,0 @@
-"""Folds pages into a running softmax: the inner loop of decode and prefill."""

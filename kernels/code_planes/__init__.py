@@ -1,1 +1,0 @@
-"""Widens codes whose bits lie in planes, and codes that name values."""

@@ -1,1 +1,0 @@
-"""Starts kernels while the one before them still ends, on GPUs that can."""

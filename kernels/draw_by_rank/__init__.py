@@ -1,1 +1,0 @@
-"""Draws a token by rank from a list of logits, without a sort."""

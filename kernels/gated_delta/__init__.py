@@ -1,1 +1,0 @@
-"""The gated delta rule: linear attention whose state decays and is corrected by each row."""

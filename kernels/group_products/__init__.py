@@ -1,1 +1,0 @@
-"""Products of groups of inputs, each with a scale of its own."""

@@ -1,1 +1,0 @@
-"""The inner loop that reads latents on the GPU."""

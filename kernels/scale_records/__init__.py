@@ -1,1 +1,0 @@
-"""Scales of GGML's types from records of integers and halves."""
