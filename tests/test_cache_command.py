@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from appliance.cli import app
+from appliance.engine.blocks.block_hashes import state_key
 from appliance.engine.tiers.disk_store import DiskStore
-from appliance.engine.tiers.state_key import state_key
 from appliance.errors import ConfigError
 
 DAY = 86400

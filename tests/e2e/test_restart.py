@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from appliance.engine.tiers.disk_rule import ON_DISK
+from appliance.engine.tiers.write_behind import ON_DISK
 from tests.e2e.conftest import Server
 
 

@@ -12,13 +12,13 @@ from load_script import Script
 from simulated_eras import failure_of, script_of, shrink, simulate
 from virtual_runner import VirtualRunner
 
+from appliance.engine.blocks.block_hashes import is_state
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.checkpoints import Checkpoints
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.scheduling import scheduler
 from appliance.engine.scheduling.policy import most_drafts
 from appliance.engine.scheduling.state import InFlight
-from appliance.engine.tiers.state_key import is_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable

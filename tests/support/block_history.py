@@ -13,9 +13,9 @@ from itertools import takewhile
 from content_memory import Content, ContentMemory, truth
 from content_states import ContentStates, make
 
-from appliance.engine.blocks.block_fields import unpack
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.open_blocks import num_open_blocks
+from appliance.engine.blocks.block_metadata import unpack
+from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.nouns.moves import BlockCopy
 from appliance.engine.nouns.sequence import Sequence

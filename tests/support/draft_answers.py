@@ -12,8 +12,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.loading import load_parts
 from appliance.engine.nouns.messages import Vocabulary
 from appliance.engine.nouns.request import Request
-from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.nouns.thought_budget import ThoughtBudget
+from appliance.engine.nouns.sampling_params import SamplingParams, ThoughtBudget
 from appliance.grammar import Grammar
 
 if TYPE_CHECKING:

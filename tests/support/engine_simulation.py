@@ -85,7 +85,7 @@ class Simulation:
         with (
             patch("appliance.engine.scheduling.turns.may_admit", admission),
             patch("appliance.engine.scheduling.scheduler.may_draft", drafting),
-            patch("appliance.engine.tiers.disk_rule.MIN_TOKENS", MIN_DISK_TOKENS),
+            patch("appliance.engine.tiers.write_behind.MIN_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.read_ahead.MIN_READ_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.read_ahead.MIN_WAIT", MIN_WAIT),
             patch(

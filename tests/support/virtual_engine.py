@@ -11,11 +11,11 @@ from virtual_model import EOS, VOCAB
 from virtual_runner import VirtualRunner
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.open_blocks import num_open_blocks
+from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.engine import LLMEngine
 from appliance.engine.nouns.messages import EngineInfo
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.tiers.write_behind import WriteBehind

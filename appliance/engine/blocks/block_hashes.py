@@ -1,4 +1,4 @@
-"""Names blocks by content, with chained hashes.
+"""Names blocks by content, with chained hashes, and state checkpoints by the hash of their block.
 
 A block's hash covers its tokens and everything before them, so equal hashes mean equal keys and
 values. Imports no torch.
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     Tokens = list[int] | tuple[int, ...]
 
+
 _HASH_BYTES = 16
+_MARK = b"s"
 _TOKEN = "q"
 TOKEN_BYTES = 8
 
@@ -28,10 +30,6 @@ def as_bytes(token_ids: Tokens) -> bytes:
 def root_hash(*parts: str) -> bytes:
     """Hash the start of a chain; equal only for equal parts in the same order."""
     return blake2b(repr(parts).encode(), digest_size=_HASH_BYTES).digest()
-
-
-def block_hash(parent: bytes, token_ids: Tokens) -> bytes:
-    return hash_after(parent, as_bytes(token_ids))
 
 
 def chain_root(request: Request, namespace: str = "") -> bytes:
@@ -57,6 +55,24 @@ def extend_chain(
         hashes.append(parent)
 
 
+def block_hash(parent: bytes, token_ids: Tokens) -> bytes:
+    return hash_after(parent, as_bytes(token_ids))
+
+
 def hash_after(parent: bytes, tokens: bytes) -> bytes:
     """Hash a block after the chain `parent`; `tokens` come from `as_bytes`."""
     return blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
+
+
+def state_key(content: bytes) -> bytes:
+    """Return a checkpoint's key, given its block's hash."""
+    return content + _MARK
+
+
+def is_state(key: bytes) -> bool:
+    """Return True if a key is a checkpoint's, False if a block's."""
+    return len(key) > _HASH_BYTES
+
+
+def block_of(key: bytes) -> bytes:
+    return key[:_HASH_BYTES]

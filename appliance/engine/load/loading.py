@@ -27,7 +27,7 @@ from appliance.engine.load.speculation import check_speculation, load_speculator
 from appliance.engine.load.tiers import load_tiers
 from appliance.engine.memory.admission import Admission
 from appliance.engine.memory.plan import plan_memory, settled_by_estimate
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.run.adapters.loader import AdapterLoader

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from appliance.engine.blocks.open_blocks import num_open_blocks
+from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.devices import choose_device, memory_budget
 from appliance.engine.load.draft_source import open_draft
 from appliance.engine.load.execution.choice import (

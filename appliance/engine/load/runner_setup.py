@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from appliance.engine.load.execution.execution import Execution
     from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
     from appliance.engine.nouns.limits import SchedulerLimits
-    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.moves import Rates
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.device import Device
     from appliance.engine.run.hidden_rows import HiddenRows

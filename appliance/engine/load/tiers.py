@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.engine.run.block_moves import DeviceMoves
-from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
-from appliance.engine.tiers.write_behind import WriteBehind
+from appliance.engine.tiers.write_behind import ON_DISK, WriteBehind
 from appliance.model_files.gguf_names import is_gguf, parts_of
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.devices import Precision
     from appliance.engine.nouns.messages import EngineInfo
-    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.moves import Rates
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.state_rows import OwnCacheRows, StateRows
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # Of a scored prompt: so many rows have logits at once. Each pass reads the whole head, so fewer
 # would be slower.
 LOGIT_ROWS = 64
-
-
 # Maximum number of sampling rows in a step with several per sequence: scoring needs that memory for
 # logits anyway.
 SAMPLE_ROWS = 40

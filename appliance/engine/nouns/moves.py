@@ -1,6 +1,6 @@
-"""Moves of blocks and recurrent states: within the cache, to host memory, and back.
+"""Moves of blocks and recurrent states: within the cache, to host memory and back, and their speed.
 
-Plain frozen data. Imports no torch and knows neither tensors nor devices.
+Imports no torch and knows neither tensors nor devices.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+MIN_ROWS = 16  # minimum of a step that measures prefill
+_WEIGHT = 0.2  # of a new measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +119,24 @@ class StateMoves:
     copies: tuple[StateCopy, ...] = ()
     checkpoints: tuple[StateCopy, ...] = ()
     ended: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Rates:
+    """Moving averages of the speed of prefill and of moves; 0 before the first measurement."""
+
+    prefill: float = 0.0  # tokens per second
+    moves: float = 0.0  # bytes per second, one way
+
+    def saw_step(self, num_rows: int, seconds: float) -> None:
+        if num_rows >= MIN_ROWS and seconds > 0:
+            self.prefill = moving_average(self.prefill, num_rows / seconds)
+
+    def saw_moves(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes and seconds > 0:
+            self.moves = moving_average(self.moves, num_bytes / seconds)
+
+
+def moving_average(before: float, now: float) -> float:
+    """Update an exponential moving average; 0 means none so far."""
+    return now if before == 0 else before + _WEIGHT * (now - before)

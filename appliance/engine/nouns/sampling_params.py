@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from appliance.engine.nouns.thought_budget import ThoughtBudget
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
 
 MAX_N = 8
 MAX_BEST_OF = 16
@@ -247,3 +247,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def adjusts_logits(self) -> bool:
         """True if single logits change, at least in some steps."""
         return bool(self.logit_bias or self.min_tokens or self.thought_budget)
+
+
+class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Limits an answer's thinking; forces the closing mark after that.
+
+    Args:
+        tokens: number of the answer's first tokens.
+        opening: ids that begin a thought; empty if the prompt has begun it.
+        closing: ids that end it.
+    """
+
+    tokens: int
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+    def forces(self, output: Sequence[int], num_output_tokens: int) -> int | None:
+        """Return the forced next token, or None.
+
+        Ignores the budget's last token, which a device may not have returned yet. So a thought that
+        ends just in time has its mark twice.
+
+        Args:
+            output: the answer's known tokens.
+            num_output_tokens: their number, unknown ones included.
+        """
+        place = num_output_tokens - self.tokens
+        if not 0 <= place < len(self.closing):
+            return None
+        seen = tuple(output[: max(0, self.tokens - 1)])
+        if _find(seen, self.closing) or not _find(seen, self.opening):
+            return None
+        return self.closing[place]
+
+
+def _find(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Return True if some tokens contain others consecutively."""
+    starts = range(len(tokens) - len(part) + 1)
+    return not part or any(tokens[start : start + len(part)] == part for start in starts)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.nouns.moves import StateCopy, StateLoad
-    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.moves import Rates, StateCopy, StateLoad
     from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.engine.run.device import Device
     from appliance.kernels.decoder_cache import KVCache

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave
-    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave, Rates
     from appliance.engine.run.device import Copy, Device
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.model.executor import Cache

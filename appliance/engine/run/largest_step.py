@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.blocks.open_blocks import num_open_blocks
+from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.engine.run.staging import StepShape
 from appliance.kernels.attention.work import TILE_ROWS

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.nouns.moves import StateCopy, StateLoad
-    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.moves import Rates, StateCopy, StateLoad
     from appliance.engine.run.device import Copy, Device
     from appliance.model.fallback.own_cache import OwnCaches
 

@@ -15,8 +15,7 @@ from appliance.engine.nouns.limits import max_beam_tokens
 from appliance.engine.nouns.messages import Candidate, TokenLogprobs
 from appliance.engine.nouns.plan import Update
 from appliance.engine.nouns.request import FinishReason
-from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.nouns.sequence_group import SequenceGroup
+from appliance.engine.nouns.sequence import SequenceGroup, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

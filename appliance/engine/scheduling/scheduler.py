@@ -12,13 +12,12 @@ from itertools import islice
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
-from appliance.engine.blocks.block_word import MAX_OWNER
+from appliance.engine.blocks.block_metadata import MAX_OWNER
 from appliance.engine.nouns.limits import Bounds, check_request
 from appliance.engine.nouns.limits import SchedulerLimits as SchedulerLimits
 from appliance.engine.nouns.plan import Plan, StepLoad, Update
 from appliance.engine.nouns.request import FinishReason
-from appliance.engine.nouns.sequence import Sequence, SequenceStatus
-from appliance.engine.nouns.sequence_group import SequenceGroup
+from appliance.engine.nouns.sequence import Sequence, SequenceGroup, SequenceStatus
 from appliance.engine.scheduling.beams import BeamGroup
 from appliance.engine.scheduling.plan_builder import PlanBuilder
 from appliance.engine.scheduling.policy import may_draft, most_drafts

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.limits import Bounds
     from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.request import FinishReason
-    from appliance.engine.nouns.sequence import Sequence
-    from appliance.engine.nouns.sequence_group import SequenceGroup
+    from appliance.engine.nouns.sequence import Sequence, SequenceGroup
     from appliance.engine.scheduling.policy import Rank
     from appliance.engine.tiers.tiers import Tiers
 

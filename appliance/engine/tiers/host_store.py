@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.tiers.state_key import is_state
+from appliance.engine.blocks.block_hashes import is_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.nouns.rates import Rates
+    from appliance.engine.nouns.moves import Rates
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.host_store import HostStore

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from appliance.engine.blocks.block_hashes import state_key
 from appliance.engine.tiers.host_store import HostBlock
-from appliance.engine.tiers.state_key import state_key
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager

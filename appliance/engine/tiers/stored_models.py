@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from appliance.engine.tiers.block_file import (
-    SUFFIX,
-)
-from appliance.engine.tiers.state_key import is_state
+from appliance.engine.blocks.block_hashes import is_state
 from appliance.files import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 ABOUT = "about.json"
+SUFFIX = ".kv"  # of a block's file
 STALE_SECONDS = 3600  # age of an abandoned unfinished file
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 NAME = re.compile(r"([0-9a-f]{32}(?:73)?)" + re.escape(SUFFIX))  # with the mark of `state_key`

@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from appliance.engine.blocks.block_hashes import is_state, state_key
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.tiers.disk_rule import num_on_disk
 from appliance.engine.tiers.host_store import HostStore
 from appliance.engine.tiers.planned_moves import Arrival, PlannedMoves, PlannedSaves
 from appliance.engine.tiers.read_ahead import ReadAhead
 from appliance.engine.tiers.resume import Reservation, Resume, continuation, resume_with_state
-from appliance.engine.tiers.state_key import is_state, state_key
-from appliance.engine.tiers.swap_rule import should_swap
-from appliance.engine.tiers.tier_counters import TierCounters, add_disk
+from appliance.engine.tiers.write_behind import num_on_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from appliance.engine.tiers.write_behind import WriteBehind
     from appliance.stats import EngineStats
 
+
 _FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 
@@ -45,15 +46,6 @@ class TierSizes:
     host_bytes: int = 0
     keeps_evicted: bool = False  # also blocks that no sequence wants
     state_bytes: int = 0  # of one recurrent state
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    """A sequence that starts with content from outside, until its plan has run."""
-
-    first: int  # index of the first loaded block
-    kept: Reservation | None
-    num_kept: int
 
 
 class Tiers:
@@ -262,7 +254,7 @@ class Tiers:
             kept.state = None if self._saves.is_lost(kept.state) else kept.state
 
     def offer(self, sequence: Sequence) -> None:
-        """Queue blocks for writing, as `disk_rule` allows; call it before they are freed."""
+        """Queue blocks for writing, as `num_on_disk` allows; call it before they are freed."""
         if self.writes is None or sequence.parent is not None:
             return  # one sibling offers the blocks they share
         num_blocks = num_on_disk(sequence.num_cached, self._blocks.block_size)
@@ -350,3 +342,81 @@ class Tiers:
         kept = [self.host.room_of(one.hashes) + one.other_room for one in self._all_kept()]
         jobs = [] if self.disk is None else self.disk.unfinished
         self.host.check_invariants(iter([*kept, *(self.host.room_of(job.hashes) for job in jobs)]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A sequence that starts with content from outside, until its plan has run."""
+
+    first: int  # index of the first loaded block
+    kept: Reservation | None
+    num_kept: int
+
+
+def should_swap(num_tokens: int, num_bytes: int, *, prefill: float, moves: float) -> bool:
+    """Return True if a victim's blocks should go to host memory instead of being recomputed.
+
+    It pays if moving them out and back is faster than computing their tokens. Returns True without
+    measurements: the first swap measures.
+
+    Args:
+        num_tokens: to recompute.
+        num_bytes: of their blocks.
+        prefill: tokens per second, 0 if unknown.
+        moves: bytes per second in one direction, 0 if unknown.
+    """
+    if prefill == 0 or moves == 0:
+        return True
+    return 2 * num_bytes / moves < num_tokens / prefill
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Totals; blocks unless noted."""
+
+    swaps: int = 0  # sequences preempted with kept blocks
+    swapped_out: int = 0
+    swapped_in: int = 0
+    host_hits: int = 0  # tokens found in host memory at first admission
+    disk_hits: int = 0  # tokens
+
+    def add_to(
+        self, stats: EngineStats, host: HostStore, *, num_last: int, num_swapped: int
+    ) -> EngineStats:
+        """Add host memory's part to a snapshot.
+
+        Args:
+            host: blocks by hash.
+            num_last: partial blocks, without a hash.
+            num_swapped: waiting sequences with kept content.
+        """
+        return msgspec.structs.replace(
+            stats,
+            swaps_total=self.swaps,
+            swapped_out_total=self.swapped_out,
+            swapped_in_total=self.swapped_in,
+            prefix_hits_host_total=self.host_hits,
+            prefix_hits_disk_total=self.disk_hits,
+            swapped=num_swapped,
+            kv_host_blocks=len(host) + num_last,
+            kv_host_swapped=host.num_swapped + num_last,
+            kv_host_capacity=host.capacity,
+        )
+
+
+def add_disk(stats: EngineStats, disk: DiskTier, writes: WriteBehind) -> EngineStats:
+    """Add the disk's part to a snapshot."""
+    store, found = disk.store, disk.store.counters
+    return msgspec.structs.replace(
+        stats,
+        kv_disk_writing=not disk.trouble,
+        kv_disk_blocks=len(store),
+        kv_disk_bytes=found.bytes_used,
+        kv_disk_capacity_bytes=store.capacity,
+        kv_disk_pending=len(writes),
+        kv_disk_written_total=found.written,
+        kv_disk_read_total=found.read,
+        kv_disk_dropped_total=writes.num_dropped,
+        kv_disk_corrupt_total=found.corrupt,
+        kv_disk_evicted_total=found.evicted,
+    )

@@ -15,8 +15,8 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from appliance.engine.blocks.block_hashes import block_of, is_state
 from appliance.engine.nouns.moves import BlockSave
-from appliance.engine.tiers.state_key import block_of, is_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.nouns.moves import SavedBlock
     from appliance.engine.tiers.disk_tier import DiskTier
+
+
+MIN_TOKENS = 256  # recomputing fewer is about as fast as reading them
+
+# README.md, the banner and `appliance serve --help` use these words; test_disk_rule.py checks it.
+ON_DISK = (
+    "only the beginning that a prompt shares with an earlier prompt and its answer, where that is "
+    f"{MIN_TOKENS} tokens or longer"
+)
+
 
 BUSY_SHARE = 0.02  # of steps' time, for handing over and writing
 MAX_PENDING = 1 << 16  # blocks
@@ -139,3 +149,16 @@ class WriteBehind:
                 return self._save([BlockSave(block)])[0]
         self.num_dropped += 1
         return None
+
+
+def num_on_disk(num_shared_tokens: int, block_size: int) -> int:
+    """Return the number of a sequence's leading blocks that may be written.
+
+    Finished conversations, one-time questions and load tests repeat nothing, so they leave nothing.
+
+    Args:
+        num_shared_tokens: of its prompt, found in the cache, in host memory or on disk.
+        block_size: token slots per block; writes only whole blocks.
+    """
+    num_blocks = num_shared_tokens // block_size
+    return num_blocks if num_blocks * block_size >= MIN_TOKENS else 0

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.engine.blocks.block_fields import unpack
-from appliance.engine.blocks.block_metadata import STAMPS_PER_SECOND, stamp_of
+from appliance.engine.blocks.block_metadata import STAMPS_PER_SECOND, stamp_of, unpack
 from appliance.events import MAX_SHOWN_AGE, NO_OWNER, BlockRun, Delta, Snapshot, TableEntry
 
 if TYPE_CHECKING:

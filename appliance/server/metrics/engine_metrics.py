@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 
 from appliance.config.api_keys import NO_KEY
-from appliance.engine.blocks.block_word import count_states
+from appliance.engine.blocks.block_metadata import count_states
 from appliance.engine.process.engine_state import EngineState
 from appliance.server.metrics.metric_families import counter, gauge, histogram
 from appliance.stats import COMPILE_SECONDS

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import msgspec
     from fastapi import Request, Response
 
-    from appliance.engine.nouns.thought_budget import ThoughtBudget
+    from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.server.http.body import StructT
     from appliance.server.http.frames import Wire

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from appliance.dialects.turns import Turn
     from appliance.engine.nouns.messages import EngineInfo
-    from appliance.engine.nouns.thought_budget import ThoughtBudget
+    from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.server.models.model_state import ModelState
     from appliance.server.requests.conversation import Conversation
     from appliance.server.requests.tools import Tools

@@ -12,7 +12,7 @@ from appliance.text.best_of import with_logprobs
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
-    from appliance.engine.nouns.thought_budget import ThoughtBudget
+    from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.model_files.sampling_defaults import SamplingDefaults
     from appliance.server.requests.schema import SamplingFields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.nouns.thought_budget import ThoughtBudget
+from appliance.engine.nouns.sampling_params import ThoughtBudget
 from appliance.errors import RequestError
 from appliance.server.requests.schema import ReasoningOptions
 from appliance.tokenizer.chat_template import check_nesting

@@ -43,7 +43,7 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.nouns.messages import EngineInfo
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.framing import encode_frame

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engine.blocks.block_fields import unpack
 from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.prefix_cache import Prefix
 from appliance.engine.nouns.moves import BlockCopy
 from appliance.engine.nouns.request import Request

@@ -4,13 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engine.blocks.block_fields import unpack
 from appliance.engine.blocks.block_metadata import (
     BYTES_PER_BLOCK,
+    MAX_OWNER,
     STAMPS_PER_SECOND,
     BlockMetadata,
+    count_states,
+    unpack,
 )
-from appliance.engine.blocks.block_word import MAX_OWNER, count_states
 from appliance.events import BlockState
 
 

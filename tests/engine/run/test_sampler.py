@@ -8,9 +8,8 @@ from plain_sampler import uniform_number
 
 from appliance.engine.nouns.plan import Sampled, ScheduledSequence
 from appliance.engine.nouns.request import Request
-from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.nouns.sampling_params import SamplingParams, ThoughtBudget
 from appliance.engine.nouns.sequence import Sequence
-from appliance.engine.nouns.thought_budget import ThoughtBudget
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.sampler import Sampler, SampleTokens
 from appliance.engine.run.staging import Staging, StepShape

@@ -6,8 +6,7 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from appliance.engine.nouns.moves import StateCopy, StateLoad
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates, StateCopy, StateLoad
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.state_rows import StateRows
 

@@ -12,7 +12,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.loading import load_parts
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.tiers import disk_rule
+from appliance.engine.tiers import write_behind
 from appliance.stats import SEQUENCE_STATES
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def test_beams_without_blocks_wait_to_fork(tiny_llama: Path) -> None:
 def test_what_the_disk_has_is_waited_for(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_rule, "MIN_TOKENS", 64)
+    monkeypatch.setattr(write_behind, "MIN_TOKENS", 64)
     first = load(tiny_llama, kv_disk=str(tmp_path))
     for _ in range(2):  # what comes again is written
         watched(first, request("a", 250, max_tokens=2))

@@ -23,16 +23,15 @@ from appliance.cli import app
 from appliance.engine.blocks.block_hashes import block_hash, root_hash
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.tiers import disk_rule, read_ahead
-from appliance.engine.tiers.disk_rule import MIN_TOKENS, ON_DISK
+from appliance.engine.tiers import read_ahead, write_behind
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
-from appliance.engine.tiers.write_behind import WriteBehind
+from appliance.engine.tiers.write_behind import MIN_TOKENS, ON_DISK, WriteBehind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,7 +150,7 @@ def test_whatever_is_asked_nothing_else_is_on_the_disk(data: st.DataObject) -> N
     told = Conversations()
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(disk_rule, "MIN_TOKENS", least),
+        patch.object(write_behind, "MIN_TOKENS", least),
         patch.object(read_ahead, "MIN_READ_TOKENS", 4),
     ):
         wave = 0

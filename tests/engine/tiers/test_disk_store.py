@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from appliance.engine.tiers.block_file import HEADER_BYTES
-from appliance.engine.tiers.disk_store import DiskStore
-from appliance.engine.tiers.state_key import state_key
+from appliance.engine.blocks.block_hashes import state_key
+from appliance.engine.tiers.disk_store import HEADER_BYTES, DiskStore
 from appliance.engine.tiers.stored_models import remove_models, stored_models
 
 SIZE = 4096

@@ -20,9 +20,9 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.loading import load_parts
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.tiers import disk_rule, disk_tier, read_ahead
-from appliance.engine.tiers.disk_rule import ON_DISK
+from appliance.engine.tiers import disk_tier, read_ahead, write_behind
 from appliance.engine.tiers.disk_store import DiskStore
+from appliance.engine.tiers.write_behind import ON_DISK
 
 
 def load(folder: Path, disk: Path | str, device: LateDevice | None = None, **options: Any) -> Any:
@@ -40,7 +40,7 @@ def load(folder: Path, disk: Path | str, device: LateDevice | None = None, **opt
 @pytest.fixture(autouse=True)
 def short_prompts_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's context is 256 tokens."""
-    monkeypatch.setattr(disk_rule, "MIN_TOKENS", 64)
+    monkeypatch.setattr(write_behind, "MIN_TOKENS", 64)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave, SavedBlock
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave, Rates, SavedBlock
 from appliance.engine.run import block_moves
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves
 from appliance.engine.run.device import Copy

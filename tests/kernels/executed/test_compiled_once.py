@@ -29,7 +29,7 @@ from appliance.engine.load.execution.torch_execution import TorchExecution
 from appliance.engine.load.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.memory.plan import MemoryRequest
 from appliance.engine.nouns.messages import EngineInfo
-from appliance.engine.nouns.rates import Rates
+from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.kernels_ahead import compile_adapters

@@ -11,7 +11,7 @@ from adapter_requests import PROMPT, finish, load, request
 from drafting import draft_always
 from replaying import Answers, ReplayingSpeculator
 
-from appliance.engine.tiers import disk_rule, read_ahead
+from appliance.engine.tiers import read_ahead, write_behind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +117,7 @@ def test_a_swapped_sequence_goes_on_with_its_adapter(model: Path, folders: list[
 def test_the_disk_knows_adapters_by_their_content(
     model: Path, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_rule, "MIN_TOKENS", 16)
+    monkeypatch.setattr(write_behind, "MIN_TOKENS", 16)
     monkeypatch.setattr(read_ahead, "MIN_READ_TOKENS", 16)
     options: dict[str, Any] = {"kv_disk": str(tmp_path / "disk")}
     folder = shutil.copytree(folders[0], tmp_path / "same")
