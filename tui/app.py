@@ -19,12 +19,9 @@ from textual.widgets import Input
 
 from appliance.tui import palette
 from appliance.tui.client import EventFeed
-from appliance.tui.console import PrivateConsole
 from appliance.tui.controls import ControlError, Controls
-from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.look import SequenceKey
 from appliance.tui.raster import ColorMode
-from appliance.tui.scheme import SCHEMES, SIXTEEN, Colorless, OnlyAscii, Recolor
 from appliance.tui.screens.dashboard_screen import DashboardScreen
 from appliance.tui.screens.facts import LogScreen, ModelScreen
 from appliance.tui.screens.map import MapScreen
@@ -32,6 +29,16 @@ from appliance.tui.screens.overview import OverviewScreen
 from appliance.tui.screens.requests import RequestsScreen
 from appliance.tui.session import Session
 from appliance.tui.state import ConnectionPhase, is_running
+from appliance.tui.terminal import (
+    SCHEMES,
+    SIXTEEN,
+    Colorless,
+    Colors,
+    DisplaySettings,
+    OnlyAscii,
+    PrivateConsole,
+    Recolor,
+)
 from appliance.tui.wire import ThriftyDriver
 
 if TYPE_CHECKING:

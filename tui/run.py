@@ -16,9 +16,9 @@ from appliance.errors import ConfigError
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls
-from appliance.tui.display import DisplaySettings
 from appliance.tui.recording import Recorder, ReplayFeed
 from appliance.tui.server import Server
+from appliance.tui.terminal import DisplaySettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from appliance.config import SECTIONS, EngineConfig, ServerConfig, TopConfig, kn
 from appliance.config.setting import Field, fields_of
 from appliance.errors import ConfigError
 from appliance.kernels.kv_format import KVFormat
-from appliance.tui.display import DisplaySettings
+from appliance.tui.terminal import DisplaySettings
 
 EVERY = [field for section in SECTIONS.values() for field in fields_of(section).values()]
 
@@ -68,8 +68,7 @@ def test_every_look_of_the_dashboard_can_be_asked_for_and_no_other() -> None:
     for colors in fields["colors"].setting.choices:
         for theme in fields["theme"].setting.choices:
             assert DisplaySettings.of(str(colors), str(theme)).theme == theme
-    from appliance.tui.display import Colors
-    from appliance.tui.scheme import SCHEMES
+    from appliance.tui.terminal import SCHEMES, Colors
 
     assert set(fields["colors"].setting.choices) == {color.value for color in Colors}
     assert set(fields["theme"].setting.choices) == set(SCHEMES)

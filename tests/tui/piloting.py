@@ -10,8 +10,8 @@ import pytest
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls
-from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.server import Server
+from appliance.tui.terminal import Colors, DisplaySettings
 from appliance.tui.widgets.block_map import BlockMap
 from tests.tui.conftest import (
     CACHED,

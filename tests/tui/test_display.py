@@ -11,9 +11,16 @@ from rich.style import Style
 
 from appliance.errors import ConfigError
 from appliance.tui import palette
-from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.raster import PAINT
-from appliance.tui.scheme import SCHEMES, SIXTEEN, Colorless, OnlyAscii, Recolor
+from appliance.tui.terminal import (
+    SCHEMES,
+    SIXTEEN,
+    Colorless,
+    Colors,
+    DisplaySettings,
+    OnlyAscii,
+    Recolor,
+)
 from tests.tui.piloting import LARGE, SMALL, dashboard, screen_strips, screen_text, shown, until
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from block_cells import pack_cell
 
 from appliance.events import NO_OWNER
 from appliance.tui import palette
-from appliance.tui.display import Colors, DisplaySettings
-from appliance.tui.widgets.host_strip import HostStrip
+from appliance.tui.terminal import Colors, DisplaySettings
+from appliance.tui.widgets.strips import HostStrip
 from tests.tui.conftest import FREE, INFO, STATS, Answer, EventServer, sequence, sequences, snapshot
 from tests.tui.piloting import LARGE, SMALL, dashboard, screen_text, shown
 

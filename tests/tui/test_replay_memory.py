@@ -13,8 +13,8 @@ import psutil
 from appliance.events import BlockRun, Delta, Log, LogLine, Stats
 from appliance.tui.app import FRAMES_PER_SECOND, DashboardApp
 from appliance.tui.recording import FORMAT, RecordingHeader, ReplayFeed, encode_item
+from appliance.tui.session import Timeline
 from appliance.tui.state import ConnectionChange, ConnectionPhase
-from appliance.tui.timeline import Timeline
 from tests.tui.conftest import INFO, STATS, active, sequence, sequences, snapshot
 from tests.tui.piloting import CELLS, LARGE
 

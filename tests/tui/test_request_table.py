@@ -7,10 +7,9 @@ import pytest
 from rich.cells import cell_len
 from textual.events import Key
 
-from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.look import Sort
 from appliance.tui.palette import BACKGROUND, TEXT
-from appliance.tui.scheme import SCHEMES
+from appliance.tui.terminal import SCHEMES, Colors, DisplaySettings
 from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
     FREE,

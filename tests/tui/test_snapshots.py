@@ -16,7 +16,7 @@ import pytest
 
 from appliance.events import Event, Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.stats import StepView
-from appliance.tui.display import Colors, DisplaySettings
+from appliance.tui.terminal import Colors, DisplaySettings
 from tests.tui.conftest import INFO, STATS, Answer, EventServer, page, sequence, sequences, snapshot
 from tests.tui.piloting import (
     CELLS,
@@ -168,7 +168,7 @@ class Tour:
         events: tuple[Event, ...],
         display: DisplaySettings = TRUECOLOR,
     ) -> None:
-        monkeypatch.setattr("appliance.tui.widgets.log.time.localtime", lambda when: (0,) * 9)
+        monkeypatch.setattr("appliance.tui.screens.facts.time.localtime", lambda when: (0,) * 9)
         monkeypatch.setattr("appliance.tui.client.SILENCE_TIMEOUT", 600.0)  # of a slow machine
         server.pages["/admin/v1/sequences/chatcmpl-1/0/blocks"] = page(msgspec.json.encode(TABLE))
         self._server, self._answer, self._display = server, Answer(events), display

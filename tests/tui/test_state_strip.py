@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from appliance.tui import palette
-from appliance.tui.widgets.state_strip import StateStrip
+from appliance.tui.widgets.strips import StateStrip
 from tests.tui.conftest import FREE, INFO, STATS, Answer, EventServer, snapshot
 from tests.tui.piloting import LARGE, dashboard, screen_text, shown
 

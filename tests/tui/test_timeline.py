@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.events import BlockRun, Delta
+from appliance.tui.session import SEGMENT_SECONDS, Timeline
 from appliance.tui.state import ConnectionChange, ConnectionPhase, DashboardState, FeedItem, reduce
-from appliance.tui.timeline import SEGMENT_SECONDS, Timeline
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, active, sequence, sequences, snapshot
 
 NUM_BLOCKS = 64

@@ -1,24 +1,23 @@
-"""The base of all screens: header, keys and painting."""
+"""The base of all screens: header, keys and painting; and what it lays over them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import Screen
-from textual.widgets import Footer
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Footer, Static
 
 from appliance.tui import palette
 from appliance.tui.controls import ControlError
 from appliance.tui.look import SequenceKey
-from appliance.tui.screens.confirm import ConfirmScreen
 from appliance.tui.screens.help import HelpScreen
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.header import Header
 from appliance.tui.widgets.lines import Lines
 from appliance.tui.widgets.status_line import StatusLine
-from appliance.tui.widgets.too_small import TooSmall
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -28,7 +27,54 @@ if TYPE_CHECKING:
     from appliance.tui.session import Session
     from appliance.tui.view import View
 
+
 MIN_WIDTH, MIN_HEIGHT = 40, 10
+
+
+class TooSmall(Lines):
+    DEFAULT_CSS = "TooSmall { height: 1fr; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        return ()
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        words = ["Terminal too small:", f"{width}x{height}.", "40x10 is the least.", "q quits."]
+        return [Text(line[:width], palette.TEXT) for line in words]
+
+
+class ConfirmScreen(ModalScreen[bool]):
+    """A question over the screen; only `y` confirms."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("y", "dismiss(True)", "Yes"),
+        ("n,escape,q,enter,ctrl+c", "dismiss(False)", "No"),
+    ]
+    DEFAULT_CSS = f"""
+    ConfirmScreen {{ align: center middle; background: {palette.BACKGROUND} 70%; }}
+    ConfirmScreen > Vertical {{
+        width: 66; max-width: 100%; height: auto; padding: 1 2;
+        border: round {palette.WARNING}; background: {palette.BACKGROUND};
+    }}
+    """
+
+    def __init__(self, question: str, consequence: str) -> None:
+        super().__init__()
+        self._question, self._consequence = question, consequence
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static(
+                Text.assemble(
+                    (self._question, f"bold {palette.BRIGHT}"),
+                    "\n",
+                    (self._consequence, palette.TEXT),
+                    "\n\n",
+                    ("y", f"bold {palette.WARNING}"),
+                    (" yes   ", palette.MUTED),
+                    ("n", f"bold {palette.ACCENT}"),
+                    (" no", palette.MUTED),
+                )
+            )
 
 
 class DashboardScreen(Screen[None]):

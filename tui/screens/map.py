@@ -11,13 +11,11 @@ from appliance.tui import palette
 from appliance.tui.look import SequenceKey
 from appliance.tui.screens.dashboard_screen import DashboardScreen
 from appliance.tui.viewport import levels
-from appliance.tui.widgets.block_map import BlockMap
+from appliance.tui.widgets.block_map import BlockMap, Minimap
 from appliance.tui.widgets.block_table import BlockTablePanel
 from appliance.tui.widgets.detail import Detail
-from appliance.tui.widgets.host_strip import HostStrip
 from appliance.tui.widgets.legend import Legend
-from appliance.tui.widgets.minimap import Minimap
-from appliance.tui.widgets.state_strip import StateStrip
+from appliance.tui.widgets.strips import HostStrip, StateStrip
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult

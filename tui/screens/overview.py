@@ -10,16 +10,17 @@ from textual.containers import Horizontal, Vertical
 from appliance.tui import palette
 from appliance.tui.screens.dashboard_screen import DashboardScreen
 from appliance.tui.widgets.block_map import BlockMap
-from appliance.tui.widgets.cache import CachePanel
-from appliance.tui.widgets.engine import EnginePanel
-from appliance.tui.widgets.host_strip import HostStrip
-from appliance.tui.widgets.latency import Latency
 from appliance.tui.widgets.legend import Legend
 from appliance.tui.widgets.machine import MachinePanel
+from appliance.tui.widgets.overview_panels import (
+    CachePanel,
+    EnginePanel,
+    Latency,
+    Throughput,
+    Trends,
+)
 from appliance.tui.widgets.requests import RequestTable
-from appliance.tui.widgets.state_strip import StateStrip
-from appliance.tui.widgets.throughput import Throughput
-from appliance.tui.widgets.trends import Trends
+from appliance.tui.widgets.strips import HostStrip, StateStrip
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult

@@ -13,10 +13,20 @@ from textual.geometry import Region
 from textual.strip import Strip
 
 from appliance.tui import palette
+from appliance.tui.grid import Grid
 from appliance.tui.look import SequenceKey
 from appliance.tui.messages import BlockChosen, SequenceChosen
-from appliance.tui.notice import notice
-from appliance.tui.raster import AGE_LIMITS, CURSOR, NONE, PAINT, ColorMode, letters, pixels
+from appliance.tui.raster import (
+    AGE_LIMITS,
+    CURSOR,
+    LETTERS,
+    NONE,
+    PAINT,
+    ColorMode,
+    letters,
+    pixels,
+)
+from appliance.tui.state import ConnectionPhase
 from appliance.tui.viewport import Viewport
 from appliance.tui.widgets.lines import Lines, strip_of
 from appliance.tui.widgets.panel import wrapped
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
 
     from appliance.tui.view import View
 
+
 # Cells between changed spans that are painted as one: moving the cursor costs as much.
 _MERGE_GAP = 1
 _UPPER_HALF = "▀"
@@ -36,6 +47,46 @@ _COLORS = tuple(Color.parse(color) for color in PAINT)
 _PAPER = Color.parse(palette.BACKGROUND)
 _REVERSED = Style(reverse=True)
 _INKED = 1 << 12  # flag of a letter drawn on the colour of its block
+
+
+def notice(view: View) -> list[str]:
+    """Return the notice's lines, the first as a heading; empty if there is a map."""
+    connection, info = view.latest.connection, view.state.info
+    if view.state.blocks is not None and (info is None or info.state not in ("failed", "asleep")):
+        return []
+    match connection.phase:
+        case ConnectionPhase.CONNECTING:
+            return [f"Connecting to {view.url}"]
+        case ConnectionPhase.LIVE:
+            return _engine(view)
+        case ConnectionPhase.LOST:
+            heading = f"No connection to {view.url}"
+        case ConnectionPhase.NO_KEY:
+            heading = f"{view.url} needs a key"
+        case ConnectionPhase.UNAUTHORIZED:
+            heading = f"{view.url} wants another key"
+        case ConnectionPhase.ENDED:
+            return ["The recording holds no block map", connection.reason]
+        case ConnectionPhase.FOREIGN:
+            heading = f"{view.url} is not an appliance"
+    return [heading, connection.reason, "", view.retry_words]
+
+
+def _engine(view: View) -> list[str]:
+    info = view.state.info
+    if info is None:
+        return ["Connected", "waiting for the server to describe its engine"]
+    match info.state:
+        case "failed":
+            return ["The engine failed", info.reason]
+        case "asleep":
+            return [f"{info.model} sleeps", "The next request wakes it; looking does not."]
+        case "ready":
+            return ["Connected", "waiting for the first block map"]
+        case state:
+            return [f"{info.model} is {state}", info.reason]
+
+
 # A cell's code is letter << 16 | upper pixel << 8 | lower pixel; letter 0 is a half block.
 
 
@@ -215,3 +266,36 @@ def changed_regions(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> li
             rows[firsts].tolist(), columns[firsts].tolist(), columns[lasts].tolist(), strict=True
         )
     ]
+
+
+class Minimap(Lines):
+    DEFAULT_CSS = "Minimap { height: 1; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        look = view.look
+        return (
+            view.state.blocks, look.level, look.cursor, look.mode, view.emphasis, view.lettered,
+            view.adapter_of_slot,
+        )  # fmt: skip
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """Draw the line if only part of the map is visible, else explain the zoom."""
+        blocks = view.state.blocks
+        if blocks is None or not blocks.num_blocks:
+            return []
+        port = self.screen.query_one(BlockMap).viewport(view)
+        if not port.zoomed:
+            words = "all blocks" if view.look.level else "all blocks; + looks closer"
+            return [Text(f"{words}, arrows move the cursor", palette.NOTE)]
+        grid = Grid(blocks.num_blocks, width, 1)
+        drawn = pixels(blocks, grid, view.mode, view.emphasis, view.clock, view.adapter_of_slot)
+        row = drawn[0].tolist()
+        line = Text()
+        for x, index in enumerate(row):
+            under = grid.blocks_at(x, 0)
+            seen = under.start < port.span.stop and under.stop > port.span.start
+            if view.lettered:
+                line.append(LETTERS[index], f"{PAINT[index]}{' reverse' if seen else ''}")
+            else:
+                line.append("▀", f"{palette.CURSOR if seen else palette.FAINT} on {PAINT[index]}")
+        return [line]

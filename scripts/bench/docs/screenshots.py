@@ -23,8 +23,8 @@ from appliance.bench.prompts import prompt_of
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls
-from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.server import Server
+from appliance.tui.terminal import Colors, DisplaySettings
 from bench.lib.conditions import ROOT
 
 FOLDER = ROOT / "tui" / "screenshots"

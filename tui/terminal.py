@@ -1,22 +1,35 @@
-"""Replaces the palette's colours: by a theme's, by sixteen, or by none; and Unicode by ASCII.
+"""The terminal: its colours and letters, the filters that keep to them, and Textual's console.
 
-Widgets draw in the palette's colours and in Unicode; filters replace both on output.
+Widgets draw in the palette's colours and in Unicode; filters replace both on output: by a theme's
+colours, by sixteen or by none, and by ASCII.
 """
 
 from __future__ import annotations
 
+import io
+import locale
+from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from rich.color import Color
+from rich.color import Color, ColorSystem
+from rich.console import COLOR_SYSTEMS, Console
 from rich.segment import Segment
 from rich.style import Style
+from rich.traceback import Traceback
 from textual.filter import LineFilter
 
+from appliance.errors import ConfigError
 from appliance.tui import palette
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import ConsoleOptions, RenderableType
+    from rich.traceback import Trace
     from textual.color import Color as TextualColor
+
 
 _STATES = (palette.FREE, palette.CACHED, palette.ACTIVE, palette.SHARED)
 _WORDS = (palette.TEXT, palette.MUTED, palette.NOTE, palette.FAINT, palette.BRIGHT)
@@ -163,3 +176,82 @@ class OnlyAscii(LineFilter):
 @lru_cache(maxsize=4096)
 def _plain(text: str) -> str:
     return text.translate(_ASCII).encode("ascii", errors="replace").decode("ascii")
+
+
+class Colors(Enum):
+    """Choices of `--colors`."""
+
+    AUTO = "auto"
+    TRUECOLOR = "truecolor"
+    EIGHT_BIT = "256"
+    STANDARD = "16"
+    NONE = "none"
+
+
+_SYSTEMS = {
+    Colors.TRUECOLOR: ColorSystem.TRUECOLOR,
+    Colors.EIGHT_BIT: ColorSystem.EIGHT_BIT,
+    Colors.STANDARD: ColorSystem.STANDARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DisplaySettings:
+    """Colours, characters and theme to draw with.
+
+    Attributes:
+        colors: number of colours; AUTO asks the terminal's environment.
+        theme: a key of `SCHEMES`.
+    """
+
+    colors: Colors = Colors.AUTO
+    ascii: bool = False
+    theme: str = "dark"
+
+    @classmethod
+    def of(cls, colors: str, theme: str) -> DisplaySettings:
+        """Build the settings from words and the locale; raise ConfigError for unknown words."""
+        try:
+            chosen = Colors(colors)
+        except ValueError as error:
+            names = ", ".join(one.value for one in Colors)
+            raise ConfigError(f"--colors {colors!r}: choose one of {names}") from error
+        if theme not in SCHEMES:
+            raise ConfigError(f"--theme {theme!r}: choose one of {', '.join(SCHEMES)}")
+        return cls(chosen, ascii=not locale_is_utf8(), theme=theme)
+
+    @property
+    def system(self) -> ColorSystem | None:
+        """Colours to send; None if the terminal's environment decides."""
+        return _SYSTEMS.get(self.colors)
+
+
+def locale_is_utf8() -> bool:
+    """Return True if the locale is UTF-8, ignoring Python's own UTF-8 mode."""
+    return locale.nl_langinfo(locale.CODESET).upper().replace("-", "") == "UTF8"
+
+
+class PrivateConsole(Console):
+    """Hides local values in tracebacks: they may hold a prompt or a key."""
+
+    def __init__(self, system: ColorSystem) -> None:
+        (name,) = (name for name, one in COLOR_SYSTEMS.items() if one is system)
+        super().__init__(
+            color_system=name,  # type: ignore[arg-type]  # one of its literals
+            file=io.StringIO(), force_terminal=True, highlight=False, emoji=False, safe_box=False,
+        )  # fmt: skip
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        if isinstance(renderable, Traceback):
+            _drop_locals(renderable.trace)
+        return super().render(renderable, options)
+
+
+def _drop_locals(trace: Trace) -> None:
+    for stack in trace.stacks:
+        for frame in stack.frames:
+            frame.locals = None
+        for one in stack.exceptions:
+            _drop_locals(one)
