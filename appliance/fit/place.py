@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.devices import has_gpu
-from appliance.engine.memory.experts.gpus import GIB, gpu_named
+from appliance.engine.memory.experts.prediction import GIB, gpu_named
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.engine.speculation.controller import RowCosts
 from appliance.engine.speculation.draft_model import DraftModelProposer
-from appliance.engine.speculation.row_costs import RowCosts
 from appliance.engine.speculation.speculator import Speculator
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from appliance.engine.load.execution.native_execution import NativeExecution
 from appliance.engine.run.cuda_graphs import MOST_ROWS
 from appliance.engine.speculation.draft_blocks import DraftBlocks
 from appliance.engine.speculation.draft_model import DraftModelProposer
-from appliance.engine.speculation.forced import ForcedProposer
+from appliance.engine.speculation.proposal import ForcedProposer
 from appliance.engine.speculation.speculator import Speculator
 from appliance.engine.speculation.suffix import SuffixProposer
 from appliance.errors import ConfigError

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.engine.memory.plan import MemoryPlan, plan_memory
-from appliance.engine.memory.workspace import workspace_bytes
+from appliance.engine.memory.plan import MemoryPlan, plan_memory, workspace_bytes
 
 if TYPE_CHECKING:
     from appliance.engine.memory.plan import MemoryRequest

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.memory.experts.split import NONE_ON_HOST, settle, with_on_host
-from appliance.engine.memory.refusal import refusal
-from appliance.engine.memory.states import NO_STATES, StateMemory, needed_states, planned_states
-from appliance.engine.memory.workspace import workspace_bytes
+from appliance.engine.nouns.limits import LOGIT_ROWS
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.spec import ExpertsSpec, LatentAttentionSpec
 from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from appliance.engine.memory.experts.split import ExpertChoice, ExpertsOnHost
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec
+
 
 # On a CPU, where other programs need memory too, the default cache holds this many whole contexts,
 # enough for a home; on a GPU it uses all that is left.
@@ -29,6 +30,26 @@ DEFAULT_CONTEXTS = 4
 # in host memory, only preempted sequences and read-ahead need some.
 _SHARE_BESIDE_CPU, _MOST_BESIDE_CPU = 16, 1 << 30
 _SHARE_BESIDE_GPU, _MOST_BESIDE_GPU = 8, 4 << 30
+# By default a running sequence has room for checkpoints at the ends of its prompt and answer and of
+# two older turns; all checkpoints together take a share of the memory for keys and values.
+CHECKPOINTS_PER_SLOT = 4
+_SHARE_OF_CACHE = 4  # one in this many
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Rows of recurrent state; all 0 without recurrent layers."""
+
+    row_bytes: int = 0
+    num_slots: int = 0
+    num_checkpoints: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.row_bytes * (self.num_slots + self.num_checkpoints)
+
+
+NO_STATES = StateMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +216,154 @@ def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
             f" {max(budget, 0) >> 20}MiB, or 0 to compute again what has to make room"
         )
     return asked, 0
+
+
+def needed_states(request: MemoryRequest) -> StateMemory:
+    """Return the configured rows; no checkpoints by default."""
+    row_bytes = request.state_bytes
+    if not row_bytes:
+        return NO_STATES
+    asked = (request.state_checkpoint_memory or 0) if request.prefix_caching else 0
+    return StateMemory(row_bytes, request.max_num_seqs, asked // row_bytes)
+
+
+def planned_states(request: MemoryRequest, left: int) -> StateMemory:
+    """Return the rows to allocate.
+
+    Args:
+        left: bytes left after the needed rows and the smallest KV cache.
+    """
+    needed = needed_states(request)
+    is_planned = request.state_checkpoint_memory is None and request.prefix_caching
+    if not (needed.row_bytes and is_planned):
+        return needed
+    most = left // _SHARE_OF_CACHE // needed.row_bytes
+    count = min(CHECKPOINTS_PER_SLOT * needed.num_slots, max(most, 0))
+    return StateMemory(needed.row_bytes, needed.num_slots, count)
+
+
+def workspace_bytes(request: MemoryRequest) -> int:
+    """Return the largest step's bytes, without weights and cache.
+
+    Measured or estimated; includes open blocks, which are transient. What streams of experts take
+    is in a measure, and with the weights, already.
+
+    The estimate sums the widest layer's activations for every row (residual, normed, q/k/v,
+    attention output, gate and up, their product), hidden states for the head, twice if prompts are
+    read, and float32 logits: with the three copies of sampling, twice because steps of different
+    sizes fragment the allocator, or with the four copies of scoring a chunk of a prompt.
+    """
+    if request.workspace_bytes is not None:
+        return request.workspace_bytes + request.open_bytes
+    spec = request.spec
+    widest = max(
+        4 * spec.hidden_size + _mixer_width(layer.mixer) + _mlp_width(layer.mlp, spec.hidden_size)
+        for layer in spec.layers
+    )
+    rows = request.max_num_batched_tokens
+    beside = request.open_bytes + request.host_experts.stream_bytes
+    hidden = 2 * spec.hidden_size * request.activation_bytes
+    logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
+    if spec.own_cache is not None:
+        beside += spec.own_cache.most_taken(request.max_model_len or spec.context_length)
+    return rows * (widest * request.activation_bytes + hidden) + logits + beside
+
+
+def _mixer_width(mixer: MixerSpec | None) -> int:
+    """Return a row's floats in a mixer: outputs of its linears and of its operation."""
+    if mixer is None:
+        return 0
+    if isinstance(mixer, Mamba2Spec):
+        return 3 * mixer.inputs
+    if isinstance(mixer, LatentAttentionSpec):
+        heads = mixer.query_dim + 2 * mixer.width + mixer.latent + mixer.value_dim
+        return mixer.num_heads * heads + (mixer.query_rank or 0) + 2 * mixer.width
+    if isinstance(mixer, ShortConvSpec):
+        return 5 * mixer.width
+    if isinstance(mixer, GatedDeltaSpec):
+        return 3 * (mixer.channels + mixer.values)
+    return (mixer.num_heads * 2 + mixer.num_kv_heads * 2) * mixer.head_dim
+
+
+def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
+    """Return a row's floats in an MLP, or in its chosen and shared experts."""
+    if mlp is None:
+        return 0
+    if not isinstance(mlp, ExpertsSpec):
+        return 3 * mlp.intermediate_size
+    shared = 0 if mlp.shared is None else 3 * mlp.shared.intermediate_size
+    width = mlp.latent or hidden_size
+    chosen = mlp.router.top_k * (3 * mlp.intermediate_size + 2 * width)
+    return chosen + shared + 2 * (mlp.latent or 0) + 2 * mlp.router.num_experts
+
+
+def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:
+    """Return the numbers of a plan that does not fit, and the nearest settings that would.
+
+    Args:
+        context: tokens.
+        workspace: bytes.
+        for_kv: bytes left for the KV cache; negative if the rest does not fit.
+    """
+    needed = context * request.kv_bytes_per_token
+    host = request.host_share
+    swapped = f" and {as_size(host)} for blocks that make room (--kv-host-memory)" if host else ""
+    asked = request.kv_cache_memory
+    wish = "" if asked is None else f"--kv-cache-memory asks for {as_size(asked)}; "
+    itself = f", {as_size(own)} of Python and libraries" if (own := request.process_bytes) else ""
+    states = needed_states(request)
+    rows = f" for {states.num_slots} sequences (--max-num-seqs)"
+    rows += f" and {states.num_checkpoints} checkpoints" if states.num_checkpoints else ""
+    recurrent = (
+        f", {as_size(states.num_bytes)} of recurrent states{rows}" if states.num_bytes else ""
+    )
+    slots = request.adapter_bytes
+    adapters = f", {as_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
+    draft = f", {as_size(own)} of what drafts" if (own := request.draft_bytes) else ""
+    on_host = len(request.host_experts.layers)
+    experts = f" without the experts of {on_host} layers" if on_host else ""
+    numbers = (
+        f"{wish}one context of {context:,} tokens needs {as_size(needed)} of KV cache"
+        f" ({request.kv_format})"
+        f" beside {as_size(request.weight_bytes)} of weights{experts}{itself}{recurrent}{adapters}"
+        f"{draft} and {as_size(workspace)} of"
+        f" workspace{swapped}; {as_size(request.budget_bytes)} may be used"
+    )
+    usable = for_kv if asked is None else min(for_kv, asked)
+    tokens = max(usable, 0) // request.kv_bytes_per_token
+    advice = []
+    block_bytes = request.kv_bytes_per_token * request.block_size
+    wanted = max(asked or 0, -(-context // request.block_size) * block_bytes)
+    if host and 0 <= for_kv + host - wanted < host:
+        advice.append(f"--kv-host-memory {(for_kv + host - wanted) >> 20}MiB would fit")
+    if states.row_bytes and (over := wanted - for_kv) > 0:
+        fewer = states.num_slots + over // -states.row_bytes
+        if states.num_checkpoints * states.row_bytes >= over:
+            size = states.num_checkpoints * states.row_bytes - over
+            advice.append(f"--state-checkpoint-memory {size >> 20}MiB would fit")
+        elif fewer > 0:
+            advice.append(f"--max-num-seqs {fewer} would fit")
+    if slots and wanted - for_kv <= slots:
+        advice.append("a smaller --max-loras or --max-lora-rank would fit")
+    if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
+        advice.append("--speculate auto, without what drafts, would fit")
+    if asked is not None and needed <= for_kv:
+        too_much = asked > for_kv
+        size = for_kv // 2**20 if too_much else -(-needed // 2**20)
+        advice.append(f"--kv-cache-memory {size}MiB is the {'most' if too_much else 'least'}")
+    if 16 <= tokens < context:
+        step = 1024 if tokens >= 4096 else request.block_size
+        advice.append(f"--max-model-len {tokens // step * step} would fit")
+        if request.kv_format != "int8" and 0.53 * needed <= usable:
+            advice.append("--kv-cache-dtype int8 would fit")
+    if not on_host:
+        # Neither of a split's sides is what these bytes are of.
+        missing = wanted - for_kv
+        bits = (
+            count for count, size in request.rounded() if request.weight_bytes - size >= missing
+        )
+        if (count := next(bits, None)) is not None:
+            advice.append(f"--weight-bits {count} would fit")
+    if not advice:
+        advice.append("quantize the weights to 4 bits (appliance quantize) or take a smaller model")
+    return f"this does not fit: {numbers}. Nearest settings: {'; '.join(advice)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from appliance.engine.speculation.controller import RowCosts
 from appliance.engine.speculation.proposal import Proposal
-from appliance.engine.speculation.row_costs import RowCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Interface of proposers, and their proposals. Imports no torch."""
+"""Proposals, the interface of proposers, and the one that asks the grammars. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from appliance.engine.nouns.sequence import Sequence
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
-    from appliance.engine.speculation.row_costs import RowCosts
+    from appliance.engine.grammars.matchers import Matchers
+    from appliance.engine.speculation.controller import RowCosts
+
 
 # Probability of a token's acceptance, by sequence, source and support.
 Chance = Callable[[Sequence, str, int], float]
@@ -82,3 +84,22 @@ class SlowProposer(Protocol):
         ...
 
     def end(self, sequence: Sequence) -> None: ...
+
+
+class ForcedProposer:
+    """Proposes the tokens that a grammar forces; shares `matchers` with the sampler."""
+
+    def __init__(self, matchers: Matchers) -> None:
+        self._matchers = matchers
+
+    def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
+        found = {}
+        for sequence, most in answers:
+            if sequence.request.sampling.grammar is not None:
+                forced = self._matchers.forced(sequence)
+                if forced:
+                    found[sequence] = Proposal(tuple(forced[:most]), "forced")
+        return found
+
+    def end(self, sequence: Sequence) -> None:
+        """Do nothing: the grammars forget by themselves."""

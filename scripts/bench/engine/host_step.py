@@ -57,8 +57,8 @@ from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.speculation.controller import RowCosts
 from appliance.engine.speculation.proposal import Proposal
-from appliance.engine.speculation.row_costs import RowCosts
 from appliance.engine.speculation.speculator import Speculator
 from appliance.engine.speculation.suffix import SuffixProposer
 from appliance.engine.tiers.tiers import Tiers

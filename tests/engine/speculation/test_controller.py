@@ -12,10 +12,8 @@ from appliance.engine.nouns.plan import StepLoad
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
-from appliance.engine.speculation.acceptance import Acceptance
-from appliance.engine.speculation.controller import Controller
+from appliance.engine.speculation.controller import Acceptance, Controller, RowCosts
 from appliance.engine.speculation.proposal import Chance, Proposal
-from appliance.engine.speculation.row_costs import RowCosts
 from appliance.engine.speculation.speculator import Speculator
 from appliance.errors import RequestError
 

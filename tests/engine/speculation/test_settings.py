@@ -17,8 +17,7 @@ from appliance.engine.load.draft_source import open_draft
 from appliance.engine.load.loading import load_parts
 from appliance.engine.load.memory_request import request_memory
 from appliance.engine.memory.admission import total_bytes
-from appliance.engine.memory.plan import plan_memory
-from appliance.engine.memory.workspace import workspace_bytes
+from appliance.engine.memory.plan import plan_memory, workspace_bytes
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import ConfigError, MemoryPlanError, RequestError

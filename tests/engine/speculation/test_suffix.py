@@ -9,12 +9,13 @@ import pytest
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
-from appliance.engine.speculation.suffix import Corpus, SuffixProposer
-from appliance.engine.speculation.token_index import (
+from appliance.engine.speculation.suffix import (
     BYTES_PER_TOKEN,
     MAX_MATCH,
     SEPARATOR,
     WINDOWS,
+    Corpus,
+    SuffixProposer,
     TokenIndex,
     ends_of,
 )

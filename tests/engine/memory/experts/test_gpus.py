@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.engine.memory.experts.gpus import gpu_named
+from appliance.engine.memory.experts.prediction import gpu_named
 from appliance.errors import ConfigError
 
 
