@@ -64,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=200,
         help="hostile settings of models that the sanitizers' test makes up",
     )
+    parser.addoption(
+        "--store-durations",
+        action="store_true",
+        help="write down what each unit of a parallel run took, by which the next begin",
+    )
     parser.addoption("--header-seed", type=int, default=0, help="a number that chooses which ones")
 
 
@@ -74,6 +79,10 @@ def pytest_configure(config: pytest.Config) -> None:
         leave_out(isa)
     if not hasattr(config, "workerinput"):
         code_record.check_selection(config)
+        if config.option.store_durations:
+            from file_scheduling import Stopwatch
+
+            config.pluginmanager.register(Stopwatch())
     else:
         for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe it
             os.environ.pop(name, None)
@@ -107,9 +116,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first, or one worker may be left with them when the others are done."""
     if hasattr(config, "workerinput"):
-        from file_scheduling import longest_first
+        from file_scheduling import durations, longest_first
 
-        longest_first(items)
+        longest_first(items, durations())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,8 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import file_scheduling
 import pytest
-from file_scheduling import BY_TEST, CLIENTS, IN_BROWSER, ONE_UNIT, SECONDS, longest_first, unit_of
+from file_scheduling import (
+    BY_TEST,
+    CLIENTS,
+    IN_BROWSER,
+    ONE_UNIT,
+    Stopwatch,
+    durations,
+    longest_first,
+    unit_of,
+)
 
 COPY = f"{ONE_UNIT}/test_block_copy.py::test_copy"
 ONCE = "tests/kernels/executed/test_compiled_once.py::test_it"
@@ -23,7 +33,7 @@ def test_a_unit_is_a_file_or_what_one_child_runs_or_a_long_test() -> None:
 
 
 def test_what_is_named_is_there(pytestconfig: pytest.Config) -> None:
-    assert all((pytestconfig.rootpath / name).exists() for name in (*SECONDS, *BY_TEST))
+    assert all((pytestconfig.rootpath / name).exists() for name in BY_TEST)
 
 
 def test_the_longest_come_first_and_slow_files_before_others() -> None:
@@ -41,12 +51,35 @@ def test_the_longest_come_first_and_slow_files_before_others() -> None:
         "tests/test_slow.py::test_quick",
         "tests/test_a.py::test_b",
     ]
-    slow = {f"{COPY}[interpreter]", "tests/test_slow.py::test_slow"}
+    seconds = {
+        ONE_UNIT: 80,
+        f"{ONCE}[awq]": 20,
+        "tests/kernels/cpu/test_sanitizers.py": 30,
+        "tests/gone.py": 9,
+    }
+    slow = {f"{COPY}[interpreter]", f"{COPY}[sm_86]", "tests/test_slow.py::test_slow"}
     items = [item(name, slow=name in slow) for name in (*wanted[4:], *wanted[:4])]
     items.sort(key=lambda one: "test_a" not in one.nodeid)
-    longest_first(cast("list[pytest.Item]", items))
+    longest_first(cast("list[pytest.Item]", items), seconds)
     found = [one.nodeid for one in items]
     assert found[:3] == wanted[:3]
     assert set(found[3:6]) == set(wanted[3:6])
     assert found[6] == wanted[6]
     assert found.index(wanted[4]) + 1 == found.index(wanted[5]), "a file stays together"
+
+
+def test_what_a_run_took_is_what_the_next_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_scheduling, "DURATIONS", tmp_path / "durations.json")
+    watch = Stopwatch()
+    for name, seconds in (
+        ("a.py::one", 3.0),
+        ("b.py::one", 9.6),
+        ("a.py::two", 3.0),
+        ("c.py::x", 1),
+    ):
+        report = SimpleNamespace(nodeid=f"tests/test_{name}", duration=seconds)
+        watch.pytest_runtest_logreport(cast("pytest.TestReport", report))
+    watch.pytest_sessionfinish()
+    assert durations() == {"tests/test_b.py": 10, "tests/test_a.py": 6}
