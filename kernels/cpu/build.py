@@ -33,16 +33,30 @@ VERSION_FILE = next(
 
 # No contraction: on every path, only a fused multiply-add in the source is one.
 FLAGS = (
-    *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=implicit"),
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Werror=implicit",
 )
 X86_FLAGS = {
     "scalar": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
     "avx512": (
-        *("-mavx2", "-mfma", "-mf16c"),
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512vnni",
         "-mprefer-vector-width=512",
     ),
 }

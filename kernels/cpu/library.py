@@ -49,7 +49,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ap_make_room": (
         c_int32,
         (
-            *(c_void_p, POINTER(structs.ModelStruct), POINTER(step_structs.CacheStruct)),
+            c_void_p,
+            POINTER(structs.ModelStruct),
+            POINTER(step_structs.CacheStruct),
             POINTER(step_structs.BatchStruct),
         ),
     ),
@@ -73,8 +75,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ap_attend": (
         c_int32,
         (
-            *(c_void_p, POINTER(structs.AttentionStruct), POINTER(step_structs.CacheStruct)),
-            *(c_int32, POINTER(step_structs.BatchStruct), _POINTER, _POINTER),
+            c_void_p,
+            POINTER(structs.AttentionStruct),
+            POINTER(step_structs.CacheStruct),
+            c_int32,
+            POINTER(step_structs.BatchStruct),
+            _POINTER,
+            _POINTER,
         ),
     ),
     "ap_multiply": (
@@ -92,8 +99,15 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ap_score": (
         c_int32,
         (
-            *(c_void_p, _POINTER, c_int32, c_int32, _POINTER, c_int32),
-            *(_POINTER, _POINTER, _POINTER),
+            c_void_p,
+            _POINTER,
+            c_int32,
+            c_int32,
+            _POINTER,
+            c_int32,
+            _POINTER,
+            _POINTER,
+            _POINTER,
         ),
     ),
     "ap_mask_logits": (None, (_POINTER, c_int32, c_int32, _POINTER, _POINTER, c_int32)),

@@ -193,7 +193,12 @@ def in_order(x: Tensor, ids: Tensor, order: Tensor) -> Tensor:
     out = x.new_empty(ids.numel(), width)
     with torch.cuda.device(x.get_device()):
         order_inputs_kernel[ids.numel(), -(-width // ORDER_BLOCK)](
-            *(out, x, ids, order, width, x.stride(0)),
+            out,
+            x,
+            ids,
+            order,
+            width,
+            x.stride(0),
             SHARE=ids.numel() // len(x),
             BLOCK=ORDER_BLOCK,
             num_warps=4,

@@ -18,8 +18,22 @@ CHUNK = 256  # pairs that a program of the sort looks at together
 DENSE_BLOCK_K = 64
 # The arguments of `constexprs_of` that this kernel has.
 _SHARED = (
-    *("CODES", "AXES", "WORDS", "TILE_K", "PARAMS", "OFFSETS", "RECORD", "GROUP", "SCALES"),
-    *("EVEN_K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "TILEWISE", "STAGES", "ASM"),
+    "CODES",
+    "AXES",
+    "WORDS",
+    "TILE_K",
+    "PARAMS",
+    "OFFSETS",
+    "RECORD",
+    "GROUP",
+    "SCALES",
+    "EVEN_K",
+    "BLOCK_M",
+    "BLOCK_N",
+    "BLOCK_K",
+    "TILEWISE",
+    "STAGES",
+    "ASM",
 )
 
 

@@ -92,13 +92,31 @@ def latent_attention(
             partial = query.new_empty((len(spans.table) * rows, latent), dtype=torch.float32)
             partial_lse = query.new_empty(len(partial), dtype=torch.float32)
             arguments = (
-                *(partial, partial_lse, query, undo, *stored, spans.table, spans.count),
-                *(*geometry, *tables, num_heads, batch.decode_rows, most, tiles, scale * LOG2_E),
+                partial,
+                partial_lse,
+                query,
+                undo,
+                *stored,
+                spans.table,
+                spans.count,
+                *geometry,
+                *tables,
+                num_heads,
+                batch.decode_rows,
+                most,
+                tiles,
+                scale * LOG2_E,
             )
             at_once = programs_at_once(_FOOTPRINTS, device, arguments, fixed)
             latent_decode_kernel[(min(len(spans.table) * tiles, at_once),)](*arguments, **fixed)
             latent_merge_kernel[(batch.num_decodes, -(-rows // variant.merged_rows))](
-                *(output, partial, partial_lse, *geometry, num_heads, batch.decode_rows, most),
+                output,
+                partial,
+                partial_lse,
+                *geometry,
+                num_heads,
+                batch.decode_rows,
+                most,
                 batch.block_tables.shape[1] * PAGE_TOKENS,
                 **variant.merge_constexprs,
                 num_warps=MERGE_WARPS,
@@ -106,7 +124,14 @@ def latent_attention(
         if len(work.tiles):
             block_m, fixed = _configured(variant, Phase.PREFILL, target)
             latent_prefill_kernel[(len(work.tiles), TILE_ROWS * num_heads // block_m)](
-                *(output, query, undo, *stored, work.tiles, *geometry, *tables, num_heads),
+                output,
+                query,
+                undo,
+                *stored,
+                work.tiles,
+                *geometry,
+                *tables,
+                num_heads,
                 scale * LOG2_E,
                 **fixed,
             )

@@ -38,8 +38,14 @@ def widen(tiles: LinearTiles, dtype: torch.dtype) -> Tensor:
     scale, offset = tiles.factors()
     with torch.cuda.device(tiles.codes.get_device()):
         widen_kernel[tiles.num_tiles, -(-tiles.in_features // fixed["BLOCK_K"])](
-            *(out, tiles.codes.view(torch.int32), scale, offset, table, tiles.order),
-            *(tiles.out_features, tiles.in_features),
+            out,
+            tiles.codes.view(torch.int32),
+            scale,
+            offset,
+            table,
+            tiles.order,
+            tiles.out_features,
+            tiles.in_features,
             **fixed,
             num_warps=WARPS,
             num_stages=1,

@@ -362,7 +362,14 @@ def _write_rows(
     blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
     with torch.cuda.device(out.get_device()):
         rows_kernel[(-(-len(out) // block_m), blocks_k)](
-            *(out, ids, weight.codes, weight.params, start, len(out), weight.in_features, blocks_k),
+            out,
+            ids,
+            weight.codes,
+            weight.params,
+            start,
+            len(out),
+            weight.in_features,
+            blocks_k,
             **rows_constexprs(
                 weight.kind, weight.params_kind, weight.group_size, weight.block_k, block_m
             ),

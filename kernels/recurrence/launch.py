@@ -76,9 +76,18 @@ def run_rows(
     keys = query.stride(0), key.stride(0)
     scale = key.shape[2] ** -0.5 if corrects else 1.0
     arguments = (
-        *(out, query, key, value, decay, share, state),
+        out,
+        query,
+        key,
+        value,
+        decay,
+        share,
+        state,
         *rows,
-        *(*keys, value.stride(0), num_heads, scale),
+        *keys,
+        value.stride(0),
+        num_heads,
+        scale,
     )
     shape = corrects, num_heads // key.shape[1], key.shape[2]
     chunks, num_spans = spans.chunks, len(spans.slots)
@@ -96,15 +105,28 @@ def run_rows(
         reads = value.new_empty(pairs)
         solves = value.new_empty(pairs) if corrects else None
         relate_kernel[len(chunks.spans), num_heads](
-            *(reads, solves, query, key, decay, share),
-            *(spans.firsts, spans.lens, chunks.spans, chunks.starts, spans.firsts.stride(0)),
-            *(*keys, num_heads, scale),
+            reads,
+            solves,
+            query,
+            key,
+            decay,
+            share,
+            spans.firsts,
+            spans.lens,
+            chunks.spans,
+            chunks.starts,
+            spans.firsts.stride(0),
+            *keys,
+            num_heads,
+            scale,
             **relate_constexprs(*shape),
             num_warps=RELATE_WARPS,
         )
         pass_kernel[num_spans, num_heads, -(-value_dim // PASS_BLOCK_V)](
             *arguments,
-            *(reads, solves, chunks.starts),
+            reads,
+            solves,
+            chunks.starts,
             **pass_constexprs(*shape, value_dim),
             num_warps=pass_warps(target_of(value.device).capability),
         )

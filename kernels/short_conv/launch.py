@@ -44,9 +44,19 @@ def short_conv(
     grid = (len(spans.slots), blocks, -(-width // fixed["BLOCK_W"]))
     with torch.cuda.device(x.get_device()):
         short_conv_kernel[grid](
-            *(out, x, filters.contiguous(), bias, state),
-            *(spans.firsts, spans.lens, spans.slots, spans.goes_on),
-            *(spans.firsts.stride(0), x.stride(0), state.stride(0), width),
+            out,
+            x,
+            filters.contiguous(),
+            bias,
+            state,
+            spans.firsts,
+            spans.lens,
+            spans.slots,
+            spans.goes_on,
+            spans.firsts.stride(0),
+            x.stride(0),
+            state.stride(0),
+            width,
             **fixed,
             num_warps=WARPS,
             num_stages=1,
