@@ -15,8 +15,7 @@ from appliance.model.attention import Attention
 from appliance.model.executor import heads_of, state_views
 from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
-from appliance.model.shard.factors import own_targets
-from appliance.model.shard.weights import shard_precisions
+from appliance.model.shard.weights import own_precisions, own_targets
 from appliance.model.spec import LatentAttentionSpec
 from appliance.model.step import Step
 
@@ -179,7 +178,7 @@ class Decoder:
             self.backend,
             self.spec,
             self.device,
-            layers if self.shard is None else shard_precisions(layers, self.shard),
+            layers if self.shard is None else own_precisions(layers, self.shard),
             num_blocks=num_blocks,
             block_size=block_size,
             num_open=num_open,

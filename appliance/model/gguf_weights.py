@@ -13,9 +13,9 @@ from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
 from appliance.model.gguf_tensors import FUSED, OTHER_PARTS, names_of_file, unplaced
-from appliance.model.linear import LinearPart, halves_from_pairs
+from appliance.model.linear import LinearPart
 from appliance.model.recurrent_spec import GatedDeltaSpec
-from appliance.model.row_orders import attention_rows
+from appliance.model.row_orders import attention_rows, halves_from_pairs
 from appliance.model.spec import AttentionSpec, ExpertsSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 from appliance.model.text_part import left_out

@@ -25,7 +25,7 @@ from appliance.kernels.cpu.structs import (
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.expert_stream import ExpertStream
 from appliance.model.host_calls import HostCalls
-from appliance.model.native_mlp import gating_struct, lay_out_each
+from appliance.model.native_layout import gating_struct, lay_out_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

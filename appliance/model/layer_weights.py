@@ -1,4 +1,4 @@
-"""A layer's weights as read, before an executor lays them out."""
+"""Weights of a layer, and of a decoder's ends, as read, before an executor lays them out."""
 
 from __future__ import annotations
 
@@ -135,3 +135,24 @@ class LayerWeights:
     mlp_post_norm: Norm | None
     token_input: LayerInputWeights | None
     output_scale: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndWeights:
+    """Weights before the first layer and after the last.
+
+    Attributes:
+        embedding: (vocab_size, hidden_size); None if another process or model has it.
+        head: likewise; the embedding itself if they are tied.
+        head_bias: (vocab_size,) float32.
+        positions: (count, hidden_size), from position 0 on.
+        join: norms of embedding and hidden state, and the linear (hidden, 2 * hidden).
+    """
+
+    embedding: Weight | None
+    head: Weight | None
+    head_bias: Tensor | None
+    final_norm: Norm | None
+    positions: Weight | None
+    token_input: TokenInputWeights | None
+    join: tuple[Norm, Norm, Weight | None] | None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
@@ -15,12 +13,10 @@ from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.weight import Weight
-    from appliance.model.spec import AttentionSpec, LatentAttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,35 +130,3 @@ def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "all parts of a fused linear have a bias, or none"
     return arrays.cat(present) if present else None
-
-
-def halves_from_pairs(num_rows: int, head_dim: int) -> NDArray[np.int64]:
-    """Return each row's stored row for heads stored as interleaved pairs.
-
-    A stored head holds rows 0, d/2, 1, d/2 + 1, ...; the result (num_rows,) int64 undoes that.
-    """
-    pairs = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
-    return pairs.swapaxes(1, 2).reshape(-1)
-
-
-def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) -> NDArray[np.int64]:
-    """Return each row's stored row; a head has `before` rows that do not rotate first."""
-    turning = np.arange(spec.rope_dim)
-    if spec.interleaved:
-        turning = halves_from_pairs(spec.rope_dim, spec.rope_dim)
-    head = np.concatenate((np.arange(before), before + turning))
-    return (np.arange(num_heads)[:, None] * len(head) + head).reshape(-1)
-
-
-def with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]:
-    """Move gates, stored after each query head, behind all other rows."""
-    if not spec.output_gate:
-        return parts
-    queries, *others = parts
-    count = 2 * spec.num_heads * spec.head_dim
-    heads = np.arange(count).reshape(spec.num_heads, 2, spec.head_dim)
-    own, gates = (heads[:, half].reshape(-1) for half in range(2))
-    if others:
-        return [queries.rows(own), *others, queries.rows(gates)]
-    rest = np.arange(count, queries.weight.shape[0])  # of keys and values in the same part
-    return [queries.rows(np.concatenate((own, rest, gates)))]

@@ -12,9 +12,8 @@ from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
-from appliance.model.shard.factors import own_targets
 from appliance.model.shard.stage import Stage
-from appliance.model.shard.weights import shard_precisions
+from appliance.model.shard.weights import own_precisions, own_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,9 +95,7 @@ class NativeDecoder:
         """Return the precisions of this rank's layers, with the constants of its heads only."""
         if isinstance(format, KVFormat) or self.part is None:
             return format
-        if isinstance(self.part, Stage):
-            return format[self.part.cache_layers]
-        return shard_precisions(format, self.part)
+        return own_precisions(format, self.part)
 
     def adapter_slots(
         self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int | None = None
@@ -106,13 +103,10 @@ class NativeDecoder:
         """Allocate slots for adapters of any rank; see `Executor.adapter_slots`."""
         from appliance.model.adapters.native_slots import NativeAdapterSlots
 
-        layers = 0, len(self.spec.layers)
-        if isinstance(self.part, Stage):
-            layers = self.part.layers
-        elif self.part is not None:
-            targets = own_targets(targets, self.part)
+        part = Stage.whole_of(self.spec) if self.part is None else self.part
+        targets = own_targets(targets, part)
         return NativeAdapterSlots(
-            *(self.engine.library, self.model, targets, layers, self.dtype, count)
+            self.engine.library, self.model, targets, part.layers, self.dtype, count
         )
 
     def forward(
@@ -173,7 +167,11 @@ class NativeDecoder:
         stream = self._rows(token_ids, rows, self.spec.hidden_size)
         hidden = self._rows(token_ids, rows, self.spec.hidden_size)
         self.step_into(
-            *(token_ids, positions, batch, cache, rows),
+            token_ids,
+            positions,
+            batch,
+            cache,
+            rows,
             hidden=hidden,
             given=given,
             streams=stream,
@@ -202,7 +200,11 @@ class NativeDecoder:
         hidden = self._rows(token_ids, rows, width)
         streams = self._rows(token_ids, None, len(layers) * width)
         self.step_into(
-            *(token_ids, positions, batch, cache, rows),
+            token_ids,
+            positions,
+            batch,
+            cache,
+            rows,
             hidden=hidden,
             layers=layers,
             recorded=streams,

@@ -1,4 +1,4 @@
-"""Row orders of linears that a checkpoint groups by key head; executors group them by kind."""
+"""Row orders of linears: a checkpoint's, and the one that executors want."""
 
 from __future__ import annotations
 
@@ -9,9 +9,37 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from appliance.model.linear import LinearPart
     from appliance.model.names import TensorNames
     from appliance.model.recurrent_spec import GatedDeltaSpec
-    from appliance.model.spec import AttentionSpec
+    from appliance.model.spec import AttentionSpec, LatentAttentionSpec
+
+
+def heads_in_order(
+    parts: list[LinearPart], spec: AttentionSpec, names: TensorNames
+) -> list[LinearPart]:
+    """Put the rows of the linears `names.qkv` in the executors' order: see `head_rows`."""
+    orders = [head_rows(spec, names, part) for part in range(len(parts))]
+    weighted = spec.qk_norm is not None and spec.qk_norm.weight
+    assert not weighted or orders[0] is None, "norms of heads would have to follow"
+    parts = [
+        part if rows is None else part.rows(rows) for part, rows in zip(parts, orders, strict=True)
+    ]
+    return parts if orders[0] is not None else _with_gates(parts, spec)
+
+
+def _with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]:
+    """Move gates, stored after each query head, behind all other rows."""
+    if not spec.output_gate:
+        return parts
+    queries, *others = parts
+    count = 2 * spec.num_heads * spec.head_dim
+    heads = np.arange(count).reshape(spec.num_heads, 2, spec.head_dim)
+    own, gates = (heads[:, half].reshape(-1) for half in range(2))
+    if others:
+        return [queries.rows(own), *others, queries.rows(gates)]
+    rest = np.arange(count, queries.weight.shape[0])  # of keys and values in the same part
+    return [queries.rows(np.concatenate((own, rest, gates)))]
 
 
 def head_rows(spec: AttentionSpec, names: TensorNames, part: int) -> NDArray[np.int64] | None:
@@ -63,3 +91,21 @@ def _by_kind(num_heads: int, widths: list[int]) -> NDArray[np.int64]:
     stored = np.arange(num_heads * sum(widths)).reshape(num_heads, -1)
     parts = np.split(stored, np.cumsum(widths)[:-1], axis=1)
     return np.concatenate([part.reshape(-1) for part in parts])
+
+
+def halves_from_pairs(num_rows: int, head_dim: int) -> NDArray[np.int64]:
+    """Return each row's stored row for heads stored as interleaved pairs.
+
+    A stored head holds rows 0, d/2, 1, d/2 + 1, ...; the result (num_rows,) int64 undoes that.
+    """
+    pairs = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) -> NDArray[np.int64]:
+    """Return each row's stored row; a head has `before` rows that do not rotate first."""
+    turning = np.arange(spec.rope_dim)
+    if spec.interleaved:
+        turning = halves_from_pairs(spec.rope_dim, spec.rope_dim)
+    head = np.concatenate((np.arange(before), before + turning))
+    return (np.arange(num_heads)[:, None] * len(head) + head).reshape(-1)

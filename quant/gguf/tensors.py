@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import QuantizeError
 from appliance.model.gguf_tensors import names_beside
-from appliance.model.linear import halves_from_pairs
+from appliance.model.row_orders import halves_from_pairs
 from appliance.model.tensors import Role, tensor_slots
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from appliance.kernels.activation import Activation
 from appliance.kernels.routing import Router
 from appliance.model.recurrent_spec import Mamba2Spec
-from appliance.model.shard.column_units import COLUMN_UNIT, USUAL_GROUP, ColumnUnits
-from appliance.model.shard.shard import Shard, shard_model
+from appliance.model.shard.shard import COLUMN_UNIT, USUAL_GROUP, ColumnUnits, Shard, shard_model
 from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,

@@ -24,7 +24,7 @@ from appliance.model.encoder.source import EncoderSource
 from appliance.model.narrowed import narrowed
 from appliance.model.native_support import why_unsupported as why_decoder_unsupported
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
-from appliance.model.weight_format import DTYPE_NAMES
+from appliance.model.tensor_reader import DTYPE_NAMES
 from appliance.runtime import resident_bytes
 
 if TYPE_CHECKING:

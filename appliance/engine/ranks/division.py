@@ -95,16 +95,16 @@ class DividedLayers:
         first = self.parts[0]
         headed = [
             index
-            for index, share in enumerate(first.layers)
+            for index, share in enumerate(first.shares)
             if share.heads is not None
             and not isinstance(first.whole.layers[index].mixer, ShortConvSpec)
         ]
-        by_number = [i for i, share in enumerate(first.layers) if share.experts is not None]
+        by_number = [i for i, share in enumerate(first.shares) if share.experts is not None]
         if headed:
-            heads = (part.layers[headed[0]].heads for part in self.parts)
+            heads = (part.shares[headed[0]].heads for part in self.parts)
             words += f", heads {':'.join(str(own.count) for own in heads if own is not None)}"
         if by_number:
-            experts = (part.layers[by_number[0]].experts for part in self.parts)
+            experts = (part.shares[by_number[0]].experts for part in self.parts)
             words += f", experts {':'.join(str(len(own)) for own in experts if own is not None)}"
         if whole := undivided(self.parts):
             words += f"; each has all of {' and '.join(whole)}"

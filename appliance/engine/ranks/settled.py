@@ -10,8 +10,7 @@ from appliance.engine.ranks.shares import HeldBytes, choose_split
 from appliance.engine.ranks.stage_division import Stages
 from appliance.engine.ranks.started import StartedRanks
 from appliance.errors import ConfigError
-from appliance.model.shard.column_units import column_units
-from appliance.model.shard.shard import shard_model
+from appliance.model.shard.shard import column_units, shard_model
 from appliance.model.shard.stage import check_stages
 
 if TYPE_CHECKING:

@@ -63,13 +63,13 @@ class HeldBytes:
         """Return each rank's bytes of weights, and of one sequence's cache and states."""
         return tuple(
             sum(num_bytes * portion(shard, slot) for slot, num_bytes in self.tensors)
-            + sum(self._cached(shard, index) for index in range(len(shard.layers)))
+            + sum(self._cached(shard, index) for index in range(len(shard.shares)))
             for shard in shards
         )
 
     def _cached(self, shard: Shard, index: int) -> float:
         """Return the bytes of a sequence's state, or keys and values, in one layer of a rank."""
-        own, heads = shard.spec.layers[index].mixer, shard.layers[index].heads
+        own, heads = shard.spec.layers[index].mixer, shard.shares[index].heads
         if isinstance(own, RecurrentSpec):
             return 4.0 * sum(map(prod, own.state))
         mixer = shard.whole.cache_layers.get(index)

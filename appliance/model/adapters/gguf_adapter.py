@@ -18,9 +18,8 @@ from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.targets import adapter_targets, unserved_linears
 from appliance.model.families.limits import short
-from appliance.model.linear import halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
-from appliance.model.row_orders import attention_rows
+from appliance.model.row_orders import attention_rows, halves_from_pairs
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:

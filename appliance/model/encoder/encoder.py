@@ -17,7 +17,7 @@ from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.model.encoder.spec import HeadActivation
 from appliance.model.rope import Rope
-from appliance.model.weight_format import DTYPE_NAMES
+from appliance.model.tensor_reader import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import numpy as np

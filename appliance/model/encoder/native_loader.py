@@ -25,10 +25,10 @@ from appliance.model.encoder.native import NativeEncoder, RankingHead
 from appliance.model.encoder.native_size import TABLE_BITS, rotations
 from appliance.model.linear import LinearPart
 from appliance.model.narrowed import narrowed_matrix
+from appliance.model.native_layout import ACTIVATIONS
 from appliance.model.native_loader import load_native
-from appliance.model.native_mlp import ACTIVATIONS
 from appliance.model.rope import Rope
-from appliance.model.weight_format import FormatCounts, format_of
+from appliance.model.tensor_reader import FormatCounts, format_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

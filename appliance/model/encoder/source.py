@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile, starts_as_gguf
-from appliance.model.checked import check_finite
 from appliance.model.encoder.families import find_encoder, read_encoder
 from appliance.model.encoder.from_decoder import gguf_only_reads, open_decoder
 from appliance.model.encoder.gguf_families import (
@@ -24,6 +23,7 @@ from appliance.model.encoder.spec import encoder_slots
 from appliance.model.families.registry import only_reads
 from appliance.model.leftovers import leftover_notes, leftovers
 from appliance.model.source import open_unchecked, read_settings, tensor_problems
+from appliance.model.tensor_reader import check_finite
 from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.model_files.gguf_names import is_gguf
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from appliance.kernels import arrays
 from appliance.kernels.weight import dense
-from appliance.model.checked import load_checked
 from appliance.model.fallback.buffers import fill_buffers
 from appliance.model.fallback.decoder import FallbackDecoder
 from appliance.model.fallback.description import (
@@ -44,7 +43,7 @@ from appliance.model.fallback.own_cache import (
     goes_on_with_several,
 )
 from appliance.model.linear import ConcatenatedLinear, LinearPart, stack_neighbours
-from appliance.model.weight_format import FormatCounts, format_of
+from appliance.model.tensor_reader import FormatCounts, format_of, load_checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -124,6 +124,6 @@ class JoinedShard:
 
     def joints(self, layer: int) -> tuple[Joint | None, Joint | None]:
         """Return the joints of a layer's mixer and MLP; None if every rank has all of it."""
-        share = self.shard.layers[layer]
+        share = self.shard.shares[layer]
         mixer = None if share.heads is None else self.joint
         return mixer, self.joint if share.has_part_of_mlp else None

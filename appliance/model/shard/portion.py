@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.model.recurrent_spec import Mamba2Spec, ShortConvSpec
-from appliance.model.shard.mixer_ranges import channel_ranges, input_ranges
-from appliance.model.shard.split import Heads, head_counts
+from appliance.model.shard.split import Heads, channel_ranges, head_counts, input_ranges
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, MLPSpec
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
-    from appliance.model.shard.shard import LayerShare, Shard
-    from appliance.model.shard.split import Columns
+    from appliance.model.shard.shard import Shard
+    from appliance.model.shard.split import Columns, LayerShare
     from appliance.model.spec import LayerSpec, MixerSpec
     from appliance.model.tensors import TensorSlot
 
@@ -25,7 +24,7 @@ def portion(shard: Shard, slot: TensorSlot) -> float:
         own = shard.own_tokens
         is_cut = slot.role in (Role.EMBEDDING, Role.HEAD)
         return (own.stop - own.start) / shard.whole.vocab_size if is_cut else 1
-    return layer_portion(shard.whole.layers[slot.layer], shard.layers[slot.layer], slot)
+    return layer_portion(shard.whole.layers[slot.layer], shard.shares[slot.layer], slot)
 
 
 def layer_portion(layer: LayerSpec, share: LayerShare, slot: TensorSlot) -> float:

@@ -6,52 +6,32 @@ and nothing is summed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from math import factorial
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+from appliance.kernels.packed import SMALLEST_GROUP
+from appliance.kernels.weight import column_unit
+from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.recurrent_spec import ShortConvSpec
-from appliance.model.shard.column_units import COLUMN_UNIT, column_units
-from appliance.model.shard.expert_shares import choose_experts
-from appliance.model.shard.mixer_ranges import own_mixer
-from appliance.model.shard.split import Heads, Split, check_split, cut_heads
+from appliance.model.shard.split import Heads, LayerShare, Split, check_split, cut_heads, own_mixer
 from appliance.model.shard.stage import Stage
 from appliance.model.spec import DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec
+from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.model.shard.column_units import ColumnUnits
+    from appliance.kernels.routing import Router
     from appliance.model.shard.split import Columns
     from appliance.model.source import ModelSource
     from appliance.model.spec import MixerSpec
 
+COLUMN_UNIT = 32  # inputs of the smallest group that all kernels support
+USUAL_GROUP = 128  # inputs of a block of FP8, and of the largest group
 TOKEN_UNIT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShare:
-    """A rank's part of a layer; None means all of it, on every rank.
-
-    Attributes:
-        heads: of the mixer.
-        columns: intermediate columns of the MLP, or of every expert.
-        experts: whole experts by number, instead of columns of each.
-        shared: intermediate columns of the shared MLP.
-    """
-
-    heads: Heads | None = None
-    columns: Columns | None = None
-    experts: range | None = None
-    shared: Columns | None = None
-
-    @property
-    def has_part_of_mlp(self) -> bool:
-        """True if the ranks' results of the MLP or experts have to be summed."""
-        return self.columns is not None or self.experts is not None
-
-
-WHOLE_LAYER = LayerShare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +40,7 @@ class Shard:
 
     Attributes:
         spec: the part as a model of its own, with the whole vocabulary.
+        shares: of the layers, one each.
         tokens: (size + 1,) bounds of the ranks' rows of embedding and head.
     """
 
@@ -67,8 +48,15 @@ class Shard:
     size: int
     whole: DecoderSpec
     spec: DecoderSpec
-    layers: tuple[LayerShare, ...]
+    shares: tuple[LayerShare, ...]
     tokens: tuple[int, ...]
+    is_first: ClassVar[bool] = True
+    is_last: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Its first layer in the model, and one after its last: it has a share of each."""
+        return 0, len(self.shares)
 
     @property
     def cache_layers(self) -> slice:
@@ -85,8 +73,14 @@ class Shard:
         return max(last - first for first, last in pairwise(self.tokens))
 
 
-# A share of each layer, or a run of layers.
+# A share of each layer, or a run of layers, which have the same attributes.
 Part: TypeAlias = Shard | Stage
+
+
+def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
+    """Divide a model at block bounds; raise ConfigError if shares do not divide its heads."""
+    check_split(source.spec, split)
+    return shard_model(source.spec, split, column_units(source))
 
 
 def shard_model(spec: DecoderSpec, split: Split, units: ColumnUnits) -> tuple[Shard, ...]:
@@ -111,17 +105,11 @@ def shard_model(spec: DecoderSpec, split: Split, units: ColumnUnits) -> tuple[Sh
                     for layer, shares in zip(spec.layers, layers, strict=True)
                 ),
             ),
-            layers=tuple(shares[rank] for shares in layers),
+            shares=tuple(shares[rank] for shares in layers),
             tokens=tokens,
         )
         for rank in range(split.size)
     )
-
-
-def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
-    """Divide a model at block bounds; raise ConfigError if shares do not divide its heads."""
-    check_split(source.spec, split)
-    return shard_model(source.spec, split, column_units(source))
 
 
 def undivided(shards: Sequence[Shard]) -> tuple[str, ...]:
@@ -129,11 +117,11 @@ def undivided(shards: Sequence[Shard]) -> tuple[str, ...]:
     first = shards[0]
     mixers = sum(
         share.heads is None and layer.mixer is not None
-        for share, layer in zip(first.layers, first.spec.layers, strict=True)
+        for share, layer in zip(first.shares, first.spec.layers, strict=True)
     )
     mlps = sum(
         not share.has_part_of_mlp and layer.mlp is not None
-        for share, layer in zip(first.layers, first.spec.layers, strict=True)
+        for share, layer in zip(first.shares, first.spec.layers, strict=True)
     )
     found = (f"the mixers of {mixers} layers" if mixers else "", f"{mlps} MLPs" if mlps else "")
     return tuple(filter(None, found))
@@ -210,3 +198,128 @@ def _own(layer: LayerSpec, share: LayerShare, size: int) -> LayerSpec:
             width = share.shared[1] - share.shared[0]
             mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=width))
     return replace(layer, mixer=mixer, mlp=mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnUnits:
+    """Numbers of adjacent columns, by a layer's index and its number of columns.
+
+    Attributes:
+        together: columns that should stay together: a block, or a usual group.
+        uncut: columns that must stay together, or a weight becomes dense.
+    """
+
+    together: dict[tuple[int, int], int] = field(default_factory=dict)
+    uncut: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def usual(self, layer: int, width: int) -> int:
+        return self.together.get((layer, width), COLUMN_UNIT)
+
+    def least(self, layer: int, width: int) -> int:
+        return self.uncut.get((layer, width), 1)
+
+
+def column_units(source: ModelSource) -> ColumnUnits:
+    """Find the units of MLPs, experts and short convolutions; reads an expert's weight, if any."""
+    units = ColumnUnits()
+    is_ordered: bool | None = None
+    for slot in source.slots():
+        if slot.layer is None or len(slot.shape) != 2:
+            continue
+        mixer = source.spec.layers[slot.layer].mixer
+        is_convolved = slot.role is Role.OUTPUT and isinstance(mixer, ShortConvSpec)
+        if slot.role is not Role.DOWN and not is_convolved:
+            continue
+        at = slot.layer, slot.shape[1]
+        units.together[at] = max(units.together.get(at, 0), _usual(source, slot.name))
+        if slot.expert is None:
+            continue
+        if is_ordered is None:
+            is_ordered = _is_ordered(source, slot.name)
+        least = slot.shape[1] if is_ordered else _least(source, slot.name)
+        units.uncut[at] = max(units.uncut.get(at, 0), least)
+    return units
+
+
+def _usual(source: ModelSource, name: str) -> int:
+    weights = source.weights
+    if isinstance(weights, GGUFWeights):
+        return max(weights.block_size(name), COLUMN_UNIT)
+    is_packed = weights.packed_bits(name) is not None or weights.float_bits(name) is not None
+    return USUAL_GROUP if is_packed else COLUMN_UNIT
+
+
+def _least(source: ModelSource, name: str) -> int:
+    weights = source.weights
+    if isinstance(weights, GGUFWeights):
+        return weights.block_size(name)
+    bits = weights.float_bits(name)
+    if bits == 8:
+        return USUAL_GROUP
+    return 1 if bits is None and weights.packed_bits(name) is None else SMALLEST_GROUP
+
+
+def _is_ordered(source: ModelSource, name: str) -> bool:
+    """Return True if inputs have an order of their own, which is a checkpoint's, not a layer's."""
+    is_packed = source.weights.packed_bits(name) is not None
+    return is_packed and column_unit(source.weights.load(name)) is None
+
+
+def choose_experts(
+    router: Router, split: Split, columns: Sequence[Columns] | None
+) -> list[range] | None:
+    """Return the numbers of each rank's experts; None if columns of each expert are better.
+
+    Args:
+        columns: of each rank, cut without loss; None if no such cut gives each rank some.
+    """
+    bounds = split.cut(router.num_experts)
+    if bounds is None:
+        return None
+    experts = [range(first, last) for first, last in pairwise(bounds)]
+    if columns is None:
+        return experts
+    shares = _fractions(split.shares)
+    widths = _fractions([last - first for first, last in columns])
+    by_columns = max(width / share for width, share in zip(widths, shares, strict=True))
+    counts = tuple(map(len, experts))
+    return experts if expected_load(router.top_k, counts, split.shares) < by_columns else None
+
+
+@cache
+def expected_load(top_k: int, counts: tuple[int, ...], shares: tuple[int, ...]) -> float:
+    """Return the expected load of the busiest rank, in terms of its share; 1 is even.
+
+    A rank's load is its part of the experts that a token chooses, divided by its share. Each expert
+    is as likely, and choices do not depend on one another.
+
+    Args:
+        counts: of each rank's experts.
+        shares: of each rank.
+    """
+    chances, wanted = _fractions(counts), _fractions(shares)
+    loads = sorted({count / (top_k * share) for share in wanted for count in range(top_k + 1)})
+    below, expected = 0.0, 0.0
+    for load in loads:
+        most = [int(load * top_k * share + 1e-9) for share in wanted]
+        until = _chance_of_at_most(top_k, chances, most)
+        expected += load * (until - below)
+        below = until
+    return expected
+
+
+def _chance_of_at_most(top_k: int, chances: Sequence[float], most: Sequence[int]) -> float:
+    """Return the probability that no rank has more than `most` of `top_k` choices."""
+    ways = [1.0] + [0.0] * top_k  # by the number of choices that the ranks so far have
+    for chance, limit in zip(chances, most, strict=True):
+        terms = [chance**count / factorial(count) for count in range(min(limit, top_k) + 1)]
+        ways = [
+            sum(term * ways[total - count] for count, term in enumerate(terms[: total + 1]))
+            for total in range(top_k + 1)
+        ]
+    return factorial(top_k) * ways[top_k]
+
+
+def _fractions(counts: Sequence[int]) -> list[float]:
+    total = sum(counts)
+    return [count / total for count in counts]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from appliance.errors import ConfigError
+from appliance.model.shard.split import WHOLE_LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from appliance.model.shard.split import LayerShare
     from appliance.model.spec import DecoderSpec
 
 
@@ -31,11 +33,20 @@ class Stage:
     whole: DecoderSpec
     bounds: tuple[int, ...]
     spec: DecoderSpec
+    # Who has the embedding or the head has all of its rows; see `Shard`.
+    tokens: ClassVar[tuple[int, ...]] = ()
+    own_tokens: ClassVar[slice] = slice(0, None)
+    widest_tokens: ClassVar[int] = 0
 
     @classmethod
     def of(cls, spec: DecoderSpec, bounds: tuple[int, ...], rank: int) -> Stage:
         own = replace(spec, layers=spec.layers[bounds[rank] : bounds[rank + 1]])
         return cls(rank, spec, bounds, own)
+
+    @classmethod
+    def whole_of(cls, spec: DecoderSpec) -> Stage:
+        """Return all of a model, as the part of its only rank."""
+        return cls.of(spec, (0, len(spec.layers)), 0)
 
     @property
     def size(self) -> int:
@@ -46,6 +57,11 @@ class Stage:
     def layers(self) -> tuple[int, int]:
         """Its first layer in the model, and one after its last."""
         return self.bounds[self.rank], self.bounds[self.rank + 1]
+
+    @property
+    def shares(self) -> tuple[LayerShare, ...]:
+        """Of its layers: the whole of each."""
+        return (WHOLE_LAYER,) * len(self.spec.layers)
 
     @property
     def is_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""Cuts a rank's part out of weights as they are read.
+"""Cuts a rank's part out of weights as they are read, and out of what adapters add to them.
 
 A cut through inputs that share scales makes a weight dense, which is counted.
 """
@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels import arrays
+from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.kv_format import LayerPrecision
 from appliance.kernels.weight import cloned, column_unit, dense, some_columns
 from appliance.model.layer_weights import (
     AttentionWeights,
+    EndWeights,
     ExpertsWeights,
     GatedDeltaWeights,
     LatentWeights,
@@ -22,7 +24,7 @@ from appliance.model.layer_weights import (
     ShortConvWeights,
 )
 from appliance.model.linear import LinearPart
-from appliance.model.shard.mixer_ranges import (
+from appliance.model.shard.split import (
     channel_ranges,
     input_ranges,
     output_columns,
@@ -31,16 +33,17 @@ from appliance.model.shard.mixer_ranges import (
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, MLPSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from appliance.kernels.weight import Weight
+    from appliance.model.adapters.targets import AdapterTarget, TargetRows
     from appliance.model.layer_weights import LayerWeights, MixerWeights
     from appliance.model.reader import ModelReader
-    from appliance.model.shard.shard import LayerShare, Shard
-    from appliance.model.shard.split import Columns, Heads
-    from appliance.model.spec import MixerSpec
+    from appliance.model.shard.shard import Part
+    from appliance.model.shard.split import Columns, Heads, LayerShare
+    from appliance.model.spec import LayerSpec, MixerSpec
 
 
 @dataclass(slots=True)
@@ -52,17 +55,22 @@ class WeightCutter:
         num_dense: weights that became dense because a cut split a block.
     """
 
-    shard: Shard
+    part: Part
     copies: bool = False
     num_dense: int = field(default=0)
 
     def read(self, reader: ModelReader, index: int) -> LayerWeights:
-        """Read a layer's weights, and return a rank's part of them."""
-        return self.layer(reader.layer(index), index)
+        """Read a rank's part of one of its layers.
+
+        Args:
+            index: among the rank's layers.
+        """
+        return self.layer(reader.layer(self.part.layers[0] + index), index)
 
     def layer(self, weights: LayerWeights, index: int) -> LayerWeights:
         """Return a rank's part of a layer's weights."""
-        spec, share = self.shard.whole.layers[index], self.shard.layers[index]
+        share = self.part.shares[index]
+        spec = self.part.whole.layers[self.part.layers[0] + index]
         mixer, mlp = weights.mixer, weights.mlp
         if share.heads is not None:
             assert mixer is not None
@@ -76,12 +84,23 @@ class WeightCutter:
             mlp = self._mlp(mlp, spec.mlp.intermediate_size, share.columns)
         return replace(weights, mixer=mixer, mlp=mlp)
 
+    def ends(self, weights: EndWeights) -> EndWeights:
+        """Return a rank's rows of embedding and head."""
+        if not self.part.tokens:
+            return weights
+        embedding, head, bias = weights.embedding, weights.head, weights.head_bias
+        assert embedding is not None
+        assert head is not None
+        embedding, head = self.vocabulary(embedding, head)
+        bias = None if bias is None else bias[self.part.own_tokens]
+        return replace(weights, embedding=embedding, head=head, head_bias=bias)
+
     def vocabulary(self, embedding: Weight, head: Weight) -> tuple[Weight, Weight]:
         """Return a rank's rows of embedding and head; one object if they are tied."""
-        own = self._copied(LinearPart(embedding, None).rows(self.shard.own_tokens)).weight
+        own = self._copied(LinearPart(embedding, None).rows(self.part.own_tokens)).weight
         if head is embedding:
             return own, own
-        return own, self._copied(LinearPart(head, None).rows(self.shard.own_tokens)).weight
+        return own, self._copied(LinearPart(head, None).rows(self.part.own_tokens)).weight
 
     def _mixer(self, weights: MixerWeights, spec: MixerSpec, heads: Heads) -> MixerWeights:
         inputs = self._rows(weights.inputs, input_ranges(spec, heads))
@@ -161,7 +180,7 @@ class WeightCutter:
 
     def _columns(self, part: LinearPart, columns: Columns) -> LinearPart:
         """Cut inputs of a linear; only the first rank adds its bias."""
-        bias = part.bias if self.shard.rank == 0 else None
+        bias = part.bias if self.part.rank == 0 else None
         unit = column_unit(part.weight)
         if unit is None or columns[0] % unit or columns[1] % unit:
             self.num_dense += 1
@@ -205,9 +224,9 @@ def _picked(values: Tensor, ranges: list[Columns]) -> Tensor:
     return found
 
 
-def shard_precisions(layers: Sequence[LayerPrecision], shard: Shard) -> tuple[LayerPrecision, ...]:
-    """Cut the precisions of all heads down to a rank's, by cache layer."""
-    shares = [shard.layers[index].heads for index in shard.spec.cache_layers]
+def own_precisions(layers: Sequence[LayerPrecision], part: Part) -> tuple[LayerPrecision, ...]:
+    """Cut the precisions of all layers' heads down to a rank's, by its cache layers."""
+    shares = [part.shares[index].heads for index in part.spec.cache_layers]
     return tuple(
         layer
         if heads is None
@@ -216,7 +235,7 @@ def shard_precisions(layers: Sequence[LayerPrecision], shard: Shard) -> tuple[La
             _own_heads(layer.head_scales, heads, dim=1),
             _own_heads(layer.key_mean, heads, dim=0),
         )
-        for layer, heads in zip(layers, shares, strict=True)
+        for layer, heads in zip(layers[part.cache_layers], shares, strict=True)
     )
 
 
@@ -225,3 +244,56 @@ def _own_heads(values: Tensor | None, heads: Heads, dim: int) -> Tensor | None:
         return None
     own = slice(heads.first_kv, heads.first_kv + heads.num_kv)
     return values[:, own] if dim else values[own]
+
+
+def own_targets(targets: Mapping[str, AdapterTarget], part: Part) -> dict[str, AdapterTarget]:
+    """Return a rank's part of each linear that adapters change: of its outputs, or of its inputs.
+
+    The ranks' products add up.
+    """
+    return {name: _own(target, part) for name, target in targets.items()}
+
+
+def _own(target: AdapterTarget, part: Part) -> AdapterTarget:
+    first, last = part.layers
+    if not first <= target.layer < last:
+        return target
+    layer, share = part.whole.layers[target.layer], part.shares[target.layer - first]
+    is_mixer = target.place in (AdapterPlace.INTO_MIXER, AdapterPlace.OUT_OF_MIXER)
+    own = _of_mixer(layer, share) if is_mixer else _of_mlp(layer, share)
+    if own is None:
+        return target
+    ranges, columns = own
+    if target.place in (AdapterPlace.INTO_MIXER, AdapterPlace.INTO_MLP):
+        return replace(target, pieces=_cut_outputs(target.pieces, ranges))
+    return replace(target, columns=columns)
+
+
+def _of_mixer(layer: LayerSpec, share: LayerShare) -> tuple[list[Columns], Columns] | None:
+    """Return a rank's outputs of the first linears, and inputs of the last one."""
+    if share.heads is None or layer.mixer is None:
+        return None
+    return input_ranges(layer.mixer, share.heads), output_columns(layer.mixer, share.heads)
+
+
+def _of_mlp(layer: LayerSpec, share: LayerShare) -> tuple[list[Columns], Columns] | None:
+    mlp, columns = layer.mlp, share.columns
+    if isinstance(mlp, ExpertsSpec):  # adapters change the shared MLP
+        mlp, columns = mlp.shared, share.shared
+    if columns is None or mlp is None:
+        return None
+    width = mlp.intermediate_size
+    return middle_ranges(width, width * (1 + mlp.gated), columns), columns
+
+
+def _cut_outputs(pieces: tuple[TargetRows, ...], ranges: list[Columns]) -> tuple[TargetRows, ...]:
+    """Return the rows in ranges of a place's outputs, made adjacent."""
+    found, begin = [], 0
+    for first, last in ranges:
+        for piece in pieces:
+            low = max(first, piece.first_output)
+            high = min(last, piece.first_output + piece.count)
+            if low < high:
+                found.append(piece.part(low, high, begin + low - first))
+        begin += last - first
+    return tuple(found)

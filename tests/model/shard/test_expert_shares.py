@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from appliance.kernels.routing import Router
-from appliance.model.shard.expert_shares import choose_experts, expected_load
+from appliance.model.shard.shard import choose_experts, expected_load
 from appliance.model.shard.split import Split
 
 
