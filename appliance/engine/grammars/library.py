@@ -140,8 +140,7 @@ class PythonLibrary:
 @cache
 def open_library() -> GrammarLibrary:
     """Return the C functions; the Python classes where this version has other ones."""
-    from appliance.engine.grammars.c_abi import MismatchError
-    from appliance.engine.grammars.c_library import CLibrary
+    from appliance.engine.grammars.c_library import CLibrary, MismatchError
 
     try:
         return CLibrary()

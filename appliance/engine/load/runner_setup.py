@@ -12,12 +12,10 @@ from appliance.engine.memory.plan import plan_memory
 from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
-from appliance.engine.run.geometry import Spare
-from appliance.engine.run.grammar_masks import GrammarMasks
-from appliance.engine.run.largest_step import fixed_bytes, largest_step
+from appliance.engine.run.geometry import Spare, fixed_bytes, largest_step
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
-from appliance.engine.run.sampler import Sampler
+from appliance.engine.run.sampler import GrammarMasks, Sampler
 from appliance.engine.run.state_rows import OwnCacheRows, StateRows
 from appliance.errors import ConfigError, MemoryPlanError
 

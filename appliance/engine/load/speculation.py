@@ -102,8 +102,7 @@ def _load_draft(
     """
     import torch
 
-    from appliance.engine.run.draft_executor import DraftExecutor
-    from appliance.engine.run.head_executor import HeadExecutor
+    from appliance.engine.run.draft_executor import DraftExecutor, HeadExecutor
 
     engine, size = draft.execution.engine, plan.block_size
     head = draft.head if isinstance(draft, HeadDraft) else None

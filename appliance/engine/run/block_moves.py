@@ -7,6 +7,7 @@ concurrently with steps.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from appliance.engine.nouns.moves import SavedBlock
-from appliance.engine.run.pinned_rows import PinnedRows
 from appliance.kernels import arrays
 
 if TYPE_CHECKING:
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 Move = TypeVar("Move", "BlockSave", "BlockLoad")
-
 BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; grows for a larger block
 NUM_BUFFERS = 2  # one is copied while the other is gathered or scattered
+PIECE_BYTES = 64 << 20  # of pinned memory
+MOST_ROWS = 256  # of a piece
 
 
 class BlockMoves(Protocol):
@@ -89,21 +90,6 @@ class HostMoves:
             self._cache.write_block(load.block, content, load.open_block)
             num_bytes += len(content)
         self._rates.saw_moves(num_bytes, time.perf_counter() - begin)
-
-
-def staging_bytes(block_bytes: int, open_bytes: int = 0) -> int:
-    """Return the device memory that `DeviceMoves` needs for blocks of these sizes."""
-    return NUM_BUFFERS * _buffer_bytes(block_bytes + open_bytes)
-
-
-def _buffer_bytes(largest: int) -> int:
-    return largest * max(1, BUFFER_BYTES // largest)
-
-
-@dataclass(slots=True)
-class _Buffer:
-    memory: Tensor  # (num_bytes,) uint8
-    over: _Noted | None = None  # its last copy
 
 
 class DeviceMoves:
@@ -207,6 +193,12 @@ class DeviceMoves:
         return staging[0, :size].view(1, size), staging[0, size:].view(1, self.open_bytes)
 
 
+@dataclass(slots=True)
+class _Buffer:
+    memory: Tensor  # (num_bytes,) uint8
+    over: _Noted | None = None  # its last copy
+
+
 class _Noted:
     """A copy that records its duration once, when first seen complete."""
 
@@ -229,3 +221,32 @@ def _as_tensor(content: bytes | bytearray | memoryview) -> Tensor:
     if isinstance(content, bytes):
         content = bytearray(content)  # torch demands writable memory
     return arrays.of_numpy(np.frombuffer(content, dtype=np.uint8)).tensor()  # type: ignore[no-any-return]
+
+
+def _buffer_bytes(largest: int) -> int:
+    return largest * max(1, BUFFER_BYTES // largest)
+
+
+def staging_bytes(block_bytes: int, open_bytes: int = 0) -> int:
+    """Return the device memory that `DeviceMoves` needs for blocks of these sizes."""
+    return NUM_BUFFERS * _buffer_bytes(block_bytes + open_bytes)
+
+
+class PinnedRows:
+    """Pinned host memory in rows of one size, which become free when nothing refers to them."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self._device = device
+        self._num_bytes = num_bytes
+        self._free: list[Tensor] = []
+
+    def take(self) -> tuple[Tensor, memoryview]:
+        """Take a row, (num_bytes,) uint8, and its bytes; dropping both frees it."""
+        if not self._free:
+            count = max(1, min(MOST_ROWS, PIECE_BYTES // self._num_bytes))
+            piece = self._device.pinned(count * self._num_bytes)
+            self._free += piece.view(count, self._num_bytes).unbind()
+        row = self._free.pop()
+        array = row.numpy()
+        weakref.finalize(array, self._free.append, row).atexit = False
+        return row, array.data

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from appliance.engine.run.cuda_capture import OpenCapture
 from appliance.engine.run.device import CaptureError, in_torch
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.run.device import Copy, Event, Graph
+
 
 logger = logging.getLogger(__name__)
 
@@ -202,3 +202,54 @@ class _CudaCopy:
     def wait(self) -> float:
         self.end.synchronize()
         return float(self.begin.elapsed_time(self.end)) / 1000
+
+
+class OpenCapture:
+    """A capture under way: one graph, or graphs between calls of the host."""
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._pool = pool
+        self._stream = stream
+        self._parts: list[Graph] = []
+        self._part = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._part.__exit__(*error)
+
+    @property
+    def whole(self) -> Graph:
+        return self._parts[0] if len(self._parts) == 1 else _Parts(tuple(self._parts))
+
+    def cut(self, call: Callable[[], None]) -> None:
+        self._part.close()
+        self._parts.append(_HostCall(call))
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._part.enter_context(
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )
+        )
+        self._parts.append(graph)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostCall:
+    """A part of captured work that the host does itself."""
+
+    replay: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    parts: tuple[Graph, ...]
+
+    def replay(self) -> None:
+        for part in self.parts:
+            part.replay()

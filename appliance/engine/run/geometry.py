@@ -1,4 +1,4 @@
-"""Maps a plan's rows to sequences, with padding for steps with a graph."""
+"""Maps a plan's rows to sequences, with padding for steps with a graph; sizes the largest step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.run.cuda_graphs import step_sizes
+from appliance.engine.run.staging import StepShape
 from appliance.kernels.attention.work import TILE_ROWS
 from appliance.kernels.host_spans import most_chunks
 from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.nouns.plan import Plan
     from appliance.engine.run.cuda_graphs import StepSize
     from appliance.engine.run.staging import StepTensors
@@ -100,7 +104,9 @@ class Geometry:
         num_decodes = next((i for i, rows in enumerate(query_lens) if rows > 1), len(query_lens))
         if size is None:
             return cls(
-                *(query_lens, context_lens, tables),
+                query_lens,
+                context_lens,
+                tables,
                 block_size=block_size,
                 num_rows=sum(query_lens),
                 num_decodes=num_decodes,
@@ -219,3 +225,50 @@ def _adapter_slots(plan: Plan) -> list[int] | None:
 
 def has_adapters(plan: Plan) -> bool:
     return any(entry.sequence.request.adapter for entry in plan.scheduled)
+
+
+def largest_step(
+    limits: SchedulerLimits,
+    block_size: int,
+    *,
+    is_sealed: bool,
+    is_recurrent: bool = False,
+    is_padded: bool = True,
+    is_adapted: bool = False,
+) -> StepShape:
+    """Return the sizes of the largest step, with tables for all blocks of a context.
+
+    Args:
+        is_padded: a step may be padded, to more rows than are scheduled at most.
+    """
+    rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+    width = -(-limits.context_length // block_size)
+    # Then entries are cut at blocks, and each piece has its own open block.
+    pieces = num_open_blocks(num_seqs, rows, block_size) if is_sealed else num_seqs
+    num_samples, tiles, spans = limits.sample_rows, 0, 0
+    if is_padded:
+        sizes = step_sizes(limits, is_recurrent=is_recurrent)
+        cut = block_size if is_sealed else None
+        pieces = max(pieces, *(size.num_singles + size.num_prompts(cut) for size in sizes))
+        num_samples = max(num_samples, *(size.num_samples for size in sizes))
+        rows = max(rows, *(size.num_rows for size in sizes))
+        tiles = pieces + rows // TILE_ROWS
+        spans = num_samples if is_recurrent else 0
+    return StepShape(
+        num_tokens=rows,
+        num_seqs=pieces,
+        num_samples=num_samples,
+        table_width=width,
+        is_sealed=is_sealed,
+        is_recurrent=is_recurrent,
+        is_adapted=is_adapted,
+        num_tiles=tiles,
+        num_spans=spans,
+        num_chunks=most_chunks(rows, spans) if spans else 0,
+    )
+
+
+def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
+    """Return the fixed device memory: inputs, tables, logits, token counts."""
+    tables = 4 * largest.num_seqs * largest.table_width
+    return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)

@@ -16,8 +16,7 @@ import numpy as np
 
 from appliance.engine.nouns.plan import sampling_rows
 from appliance.engine.run.batch import stage
-from appliance.engine.run.geometry import Geometry, Spare
-from appliance.engine.run.largest_step import largest_step
+from appliance.engine.run.geometry import Geometry, Spare, largest_step
 from appliance.engine.run.prompt_reader import PromptReading
 from appliance.engine.run.staging import Staging
 from appliance.model.executor import AnyCache

@@ -1,14 +1,16 @@
-"""Samples tokens from logits; they stay on the device and are read a step later."""
+"""Samples tokens from logits; they stay on the device and are read a step later.
+
+Before, it changes single logits, counts seen tokens for penalties and applies the grammars' masks.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from appliance.engine.run.adjustments import AdjustmentList
 from appliance.engine.run.sampled_rows import Candidates, Logprobs, SampledRows
-from appliance.engine.run.seen_tokens import SeenTokens
 from appliance.engine.run.slot_settings import (
     STAGED,
     SlotSettings,
@@ -16,19 +18,23 @@ from appliance.engine.run.slot_settings import (
     uniform_numbers,
 )
 from appliance.kernels import arrays
+from appliance.kernels.penalties.rows import IN_PROMPT
 from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Sequences
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from appliance.engine.grammars.matchers import Masks, Matchers
     from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.device import Device
-    from appliance.engine.run.grammar_masks import GrammarMasks
     from appliance.engine.run.staging import StepTensors
+    from appliance.kernels.operations import MaskTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.sampling import SamplingRows
 
@@ -198,3 +204,148 @@ class Sampler:
 def _keep_latest(tokens: Tensor, latest: Tensor) -> None:
     """Write a step's tokens, 0 for none, to where later reads find them."""
     arrays.at_least_zero(tokens, latest[: len(tokens)])
+
+
+@dataclass(slots=True)
+class AdjustmentList:
+    """Collects the changes to single logits of a step: bias, bans, the end of a thought.
+
+    Attributes:
+        banned: rows with banned tokens.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    rows: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    banned: list[int] = field(default_factory=list)
+
+    def add(self, row: int, entry: ScheduledSequence, *, is_over: bool = False) -> None:
+        """Add a sequence's changes to its row; does not ban end tokens if `is_over`."""
+        sampling = entry.sequence.request.sampling
+        num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
+        output: list[int] = []
+        if sampling.thought_budget is not None:
+            output = entry.sequence.token_ids[entry.sequence.num_prompt_tokens :]
+            output += entry.drafts
+        added = sampling.bias_at(num_output_tokens, output)
+        if num_output_tokens < sampling.min_tokens and not is_over:
+            banned = dict.fromkeys((*self.eos_token_ids, *sampling.stop_token_ids), -np.inf)
+            if banned:
+                self.banned.append(row)
+                added = added | banned
+        self.rows += [row] * len(added)
+        self.token_ids += added
+        self.values += added.values()
+
+    def apply(self, logits: Tensor, device: Device) -> None:
+        """Change logits (num_rows, vocab_size) float32 in place; no logit has two entries."""
+        if not self.rows:
+            return
+        numbers = np.array((self.rows, self.token_ids, self.values), dtype=np.float64)
+        sent = device.send(numbers)
+        rows, token_ids = (sent[part].long() for part in range(2))
+        logits[rows, token_ids] += sent[2].float()
+
+
+class SeenTokens:
+    """Counts seen tokens for penalties: a row of counts per slot, undefined without penalties.
+
+    On the device, which knows them first: a step counts each row's input token, so a sequence may
+    run on before its last token has reached the host. Rows of drafts are adjacent and add up; the
+    next step subtracts rejected ones. A window of tokens is counted anew by the host in every step,
+    without drafts.
+
+    Attributes:
+        table: (num_slots, vocab_size) int32, as `kernels.penalties.reference` reads it.
+    """
+
+    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
+        self.table = device.zeros((num_slots, vocab_size), "int32")
+        self._device = device
+        # By place: the sequence, and the number of its tokens counted after all enqueued work. A
+        # step repeated after a failure has no more tokens than that, so it recounts.
+        self._counted: dict[int, tuple[Sequence, int]] = {}
+        self._drafted: dict[int, tuple[int, ...]] = {}  # by place: the drafts counted last
+
+    def prepare(
+        self,
+        entries: Sequences[ScheduledSequence],
+        places: NDArray[np.int32],
+        counted: NDArray[np.int32],
+    ) -> None:
+        """Prepare the counts that a step reads; call it for every enqueued step.
+
+        Args:
+            entries: those that sample.
+            places: (at least num_entries,) row of each, -1 without penalties.
+            counted: same shape; becomes 1 where the step must count the row's input token.
+        """
+        fresh: dict[int, ScheduledSequence] = {}
+        for row in np.flatnonzero(places >= 0).tolist():
+            entry, place = entries[row], int(places[row])
+            if self._drafted and not entry.drafts:
+                self._take_back(place, entry)
+            if entry.drafts:
+                self._drafted[place] = entry.drafts
+            is_known = self._counted.get(place) == (entry.sequence, entry.end - 1)
+            if is_known and entry.sequence.request.sampling.penalty_window is None:
+                counted[row] = 1
+            else:
+                fresh[place] = entry
+            self._counted[place] = (entry.sequence, entry.end)
+        if fresh:
+            self._count(fresh)
+
+    def _take_back(self, place: int, entry: ScheduledSequence) -> None:
+        """Subtract the last step's drafts that do not precede a row."""
+        drafts = self._drafted.pop(place, ())
+        sequence, count = self._counted.get(place, (None, 0))
+        kept = entry.end - 1 - (count - len(drafts))
+        if sequence is not entry.sequence or not 0 <= kept < len(drafts):
+            return
+        if tuple(entry.sequence.token_ids[count - len(drafts) : entry.end - 1]) != drafts[:kept]:
+            return
+        for token_id in drafts[kept:]:
+            self.table[place, token_id] -= 1
+        self._counted[place] = (entry.sequence, entry.end - 1)
+
+    def _count(self, fresh: dict[int, ScheduledSequence]) -> None:
+        parts = []
+        for place, entry in fresh.items():
+            assert not entry.follows, "a token that nobody has counted"
+            window = entry.sequence.request.sampling.penalty_window
+            begin = 0 if window is None else max(0, entry.end - window)
+            tokens = np.array(entry.sequence.token_ids[begin : entry.end])
+            num_prompt_tokens = entry.sequence.num_prompt_tokens if window is None else 0
+            prompt = np.unique(tokens[:num_prompt_tokens])
+            answer, counts = np.unique(tokens[num_prompt_tokens:], return_counts=True)
+            ids = np.concatenate((prompt, answer))
+            values = np.concatenate((np.full(len(prompt), IN_PROMPT), counts))
+            parts.append(np.stack((np.full(len(ids), place), ids, values)))
+            self.table[place] = 0
+        numbers = self._device.send(np.concatenate(parts, axis=1))
+        self.table.index_put_((numbers[0], numbers[1]), numbers[2].int(), accumulate=True)
+
+
+class GrammarMasks:
+    """Makes a step's token masks while the model runs, and applies them to its logits."""
+
+    def __init__(self, matchers: Matchers, mask_tokens: MaskTokens, device: Device) -> None:
+        self.matchers = matchers
+        self._mask_tokens = mask_tokens
+        self._device = device
+
+    def begin(
+        self, entries: Sequences[ScheduledSequence], rows: Sequences[int]
+    ) -> Future[Masks] | None:
+        """Start making the masks of some rows; None if no grammar has begun."""
+        asked = [entries[row] for row in rows]
+        assert not any(entry.follows for entry in asked), "a token that nobody knows"
+        return self.matchers.begin([(one.sequence, one.drafts) for one in asked], rows)
+
+    def apply(self, logits: Tensor, masks: Masks) -> None:
+        """Ban the tokens that masks do not allow, in logits (num_rows, vocab_size) float32."""
+        send = self._device.send
+        rows = np.array(masks.rows, dtype=np.int64)
+        self._mask_tokens(logits, send(rows), send(masks.words))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.engine.nouns.moves import SavedBlock
-from appliance.engine.run.pinned_rows import PinnedRows
+from appliance.engine.run.block_moves import PinnedRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

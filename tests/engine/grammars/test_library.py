@@ -13,9 +13,8 @@ from grammar_words import EOS, FIRST_BYTE, SIZE, words
 from llguidance import LLParserLimits
 from numpy.typing import NDArray
 
-from appliance.engine.grammars import c_abi, library
-from appliance.engine.grammars.c_abi import MismatchError
-from appliance.engine.grammars.c_library import CLibrary
+from appliance.engine.grammars import c_library, library
+from appliance.engine.grammars.c_library import CLibrary, MismatchError
 from appliance.engine.grammars.library import (
     GrammarLibrary,
     GrammarState,
@@ -176,7 +175,7 @@ def test_another_version_is_called_by_its_classes_and_said_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(c_abi, name, value)
+    monkeypatch.setattr(c_library, name, value)
     assert isinstance(library.open_library.__wrapped__(), PythonLibrary)
     (record,) = caplog.records
     assert record.levelname == "WARNING"

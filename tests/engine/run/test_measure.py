@@ -14,8 +14,8 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.loading import load_parts
 from appliance.engine.nouns.limits import LOGIT_ROWS, SAMPLE_ROWS
 from appliance.engine.run import measure
+from appliance.engine.run.geometry import fixed_bytes, largest_step
 from appliance.engine.run.host_device import HostDevice
-from appliance.engine.run.largest_step import fixed_bytes, largest_step
 from appliance.engine.run.measure import (
     KERNEL_ROWS,
     MIN_GRAPH_BYTES,

@@ -10,7 +10,7 @@ from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.run.host_device import HostDevice
-from appliance.engine.run.seen_tokens import SeenTokens
+from appliance.engine.run.sampler import SeenTokens
 from appliance.kernels.penalties.rows import IN_PROMPT
 
 VOCAB = 10

@@ -21,7 +21,7 @@ from appliance.config import EngineConfig
 from appliance.engine.load.memory_request import request_memory
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.run.head_executor import HeadExecutor
+from appliance.engine.run.draft_executor import HeadExecutor
 from appliance.engine.run.hidden_rows import kept_bytes
 from appliance.errors import CheckpointError, ConfigError, RequestError
 from appliance.kernels.cpu.engine import NativeEngine

@@ -16,7 +16,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.run.adapters.residents import key_of
+from appliance.engine.run.adapters.pool import key_of
 from appliance.engine.run.cuda_graphs import StepSize
 from appliance.errors import AdapterError, ConfigError
 from appliance.model.adapters.reader import read_adapter
