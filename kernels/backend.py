@@ -25,9 +25,13 @@ from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
 from appliance.kernels.operations import Backend
 from appliance.kernels.packed_matmul import reference as reference_matmul
+from appliance.kernels.penalties import cpu as cpu_penalties
+from appliance.kernels.penalties import reference as reference_penalties
 from appliance.kernels.recurrence import reference as reference_recurrence
 from appliance.kernels.short_conv import reference as reference_short_conv
 from appliance.kernels.soft_cap import reference as reference_soft_cap
+from appliance.kernels.token_mask import reference as reference_token_mask
+from appliance.kernels.token_scores import reference as reference_token_scores
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +50,9 @@ REFERENCE = Backend(
     rotary=reference_norm_rope.rotary,
     gated_activation=reference_activation.gated_activation,
     soft_cap=reference_soft_cap.soft_cap,
+    penalize=reference_penalties.penalize,
+    mask_tokens=reference_token_mask.mask_tokens,
+    score_tokens=reference_token_scores.score_tokens,
     write_kv=reference_kv_write.write_kv,
     rotate_and_write=reference_kv_write.rotate_and_write_with(
         reference_norm_rope.rms_norm, reference_norm_rope.rotary, reference_kv_write.write_kv
@@ -77,6 +84,7 @@ CPU = replace(
         cpu_norm_rope.rms_norm, cpu_norm_rope.rotary, reference_kv_write.write_kv
     ),
     gated_activation=cpu_activation.gated_activation,
+    penalize=cpu_penalties.penalize,
     plan_attention=cpu_attention.plan_attention,
     paged_attention=cpu_attention.paged_attention,
     latent_attention=cpu_latents.latent_attention,
@@ -127,9 +135,11 @@ def triton_backend() -> Backend:
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.packed_matmul import launch as packed_matmul
+    from appliance.kernels.penalties.launch import penalize
     from appliance.kernels.recurrence.launch import gated_delta, selective_scan
     from appliance.kernels.short_conv.launch import short_conv
     from appliance.kernels.soft_cap.launch import soft_cap
+    from appliance.kernels.token_mask.launch import mask_tokens
 
     def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         if isinstance(weight, Fp8Weight):
@@ -153,6 +163,8 @@ def triton_backend() -> Backend:
         add_rms_norm=add_rms_norm,
         gated_activation=gated_activation,
         soft_cap=soft_cap,
+        penalize=penalize,
+        mask_tokens=mask_tokens,
         write_kv=write_kv,
         rotate_and_write=rotate_and_write,
         seal_kv=seal,

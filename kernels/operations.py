@@ -1,4 +1,4 @@
-"""The types of a decoder step's operations, and the table that a backend fills with them."""
+"""The types of a step's operations, and the table that a backend fills with them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from appliance.kernels.grouped_matmul.weights import StackedExperts
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.library_tiles.tiles import LinearTiles
+    from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.ragged import RaggedBatch
     from appliance.kernels.sealed_blocks import SealedBlocks
     from appliance.kernels.state_spans import StateSpans
@@ -33,7 +34,7 @@ class HeadNorms:
 
 
 class MaskTokens(Protocol):
-    """Applies masks without waiting, in Triton or on the CPU."""
+    """Bans tokens without waiting for the device; see `token_mask.reference`."""
 
     def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None: ...
 
@@ -47,7 +48,7 @@ class TokenScores(NamedTuple):
 
 
 class ScoreTokens(Protocol):
-    """Scores a token per row without waiting for the device, in C or torch."""
+    """Scores a token per row without waiting for the device."""
 
     def __call__(self, logits: Tensor, targets: Tensor, count: int) -> TokenScores:
         """Score tokens.
@@ -209,7 +210,7 @@ class RotateAndWrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The operations of a decoder step."""
+    """The operations of a step: of the decoder, and of what follows on its logits."""
 
     name: str
     # weight (out, in) in any form, bias (out,) or None, activation dtype -> Linear
@@ -224,6 +225,9 @@ class Backend:
     gated_activation: Callable[[Tensor, Gating], Tensor]
     # logits (num_rows, vocab_size), cap -> float32
     soft_cap: Callable[[Tensor, float], Tensor]
+    penalize: Penalize
+    mask_tokens: MaskTokens
+    score_tokens: ScoreTokens
     # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
     write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None]
     rotate_and_write: RotateAndWrite

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
-from appliance.kernels.expert_routing import route
+from appliance.kernels.expert_routing.reference import route
 from appliance.model.host_experts import HostExperts
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ class PenaltyRows:
 
 
 class Penalize(Protocol):
-    """Applies penalties without waiting, in Triton or in torch."""
+    """Applies penalties without waiting for the device; see `reference.penalize`."""
 
     def __call__(
         self,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.kernels.penalties import PenaltyRows, cpu, reference
-from appliance.kernels.penalties.rows import IN_PROMPT, Penalize
+from appliance.kernels.penalties import cpu, reference
+from appliance.kernels.penalties.rows import IN_PROMPT, Penalize, PenaltyRows
 
 VOCAB = 40
 each_way = pytest.mark.parametrize(

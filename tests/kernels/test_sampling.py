@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.kernels.sampling import SamplingRows, batched, reference
+from appliance.kernels.sampling import batched, reference
+from appliance.kernels.sampling.rows import SamplingRows
 
 VOCAB = 3000
 

@@ -13,8 +13,9 @@ from appliance.engine.nouns.messages import Candidate, TokenLogprobs
 from appliance.engine.nouns.plan import Continuations, Sampled
 from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.run.sampled_rows import BANNED, BROKEN
-from appliance.kernels.sampling import SamplingRows, batched
+from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.ranking import likeliest
+from appliance.kernels.sampling.rows import SamplingRows
 
 _MASK64 = 2**64 - 1
 

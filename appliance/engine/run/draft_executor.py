@@ -13,7 +13,7 @@ import torch
 
 from appliance.engine.run.slot_settings import random_key, uniform_numbers
 from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.sampling import SamplingRows
+from appliance.kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered

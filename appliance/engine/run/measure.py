@@ -11,10 +11,10 @@ from appliance.engine.grammars.matchers import num_words
 from appliance.engine.nouns.limits import LOGIT_ROWS
 from appliance.engine.nouns.sampling_params import MAX_LOGPROBS
 from appliance.engine.run.cuda_graphs import step_sizes
-from appliance.kernels.penalties import PenaltyRows
+from appliance.kernels.penalties.rows import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling.ranking import likeliest
+from appliance.kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

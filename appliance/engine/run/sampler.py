@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.staging import StepTensors
     from appliance.kernels.operations import MaskTokens
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.sampling import SamplingRows
+    from appliance.kernels.sampling.rows import SamplingRows
 
 
 class SampleTokens(Protocol):

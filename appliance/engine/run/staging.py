@@ -14,8 +14,8 @@ import numpy as np
 
 from appliance.kernels import arrays
 from appliance.kernels.host_spans import SpanRows
-from appliance.kernels.penalties import PenaltyRows
-from appliance.kernels.sampling import SamplingRows
+from appliance.kernels.penalties.rows import PenaltyRows
+from appliance.kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -29,13 +29,13 @@ from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.norm_rope.launch import add_rms_norm
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as packed_launch
-from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.penalties import reference as reference_penalties
 from appliance.kernels.penalties.launch import penalize
+from appliance.kernels.penalties.rows import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling
 from appliance.kernels.sampling.launch import DeviceSampling
+from appliance.kernels.sampling.rows import SamplingRows
 from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.kernels.soft_cap import reference as reference_cap
 from appliance.kernels.soft_cap.launch import soft_cap

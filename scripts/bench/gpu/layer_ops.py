@@ -13,8 +13,8 @@ from appliance.kernels.gated_activation import reference as reference_activation
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.norm_rope import reference as reference_norm
-from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling
+from appliance.kernels.sampling.rows import SamplingRows
 from bench.gpu.backend import our_backend
 from bench.gpu.plan import Amount
 from bench.gpu.rows import Contender, Rows, Work, relative_error

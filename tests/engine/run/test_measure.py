@@ -28,7 +28,8 @@ from appliance.kernels.fp8_matmul.launch import choose_fp8_tile
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.penalties import reference
-from appliance.kernels.sampling import SamplingRows, batched
+from appliance.kernels.sampling import batched
+from appliance.kernels.sampling.rows import SamplingRows
 from appliance.kernels.token_mask.reference import mask_tokens
 from appliance.kernels.token_scores.reference import score_tokens
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.sampling import SamplingRows, reference
+from appliance.kernels.sampling import reference
 from appliance.kernels.sampling.cpu import NativeSampling
+from appliance.kernels.sampling.rows import SamplingRows
 
 # float32 exponentials move a boundary between two tokens, and the edge of a nucleus, by so much.
 UNIFORM_STEP = 2e-6

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.kernels.penalties import PenaltyRows, reference
+from appliance.kernels.penalties import reference
 from appliance.kernels.penalties.launch import penalize
-from appliance.kernels.penalties.rows import IN_PROMPT
+from appliance.kernels.penalties.rows import IN_PROMPT, PenaltyRows
 
 VOCAB = 5000  # two chunks
 PLACES = [2, 2, 2, -1, 0, 4, -1, -1, 3, 3]

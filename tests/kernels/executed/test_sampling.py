@@ -10,9 +10,10 @@ from appliance.engine.run.slot_settings import uniform_numbers
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.sampling import SamplingRows, launch, reference
+from appliance.kernels.sampling import launch, reference
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.kernels.sampling.launch import DeviceSampling
+from appliance.kernels.sampling.rows import SamplingRows
 
 VOCAB = 5000  # two chunks, and more than all candidates
 CPU = torch.device("cpu")

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling import batched
-from appliance.kernels.token_mask import reference as masks_by_torch
-from appliance.kernels.token_scores import reference as scores_by_torch
 from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
@@ -190,20 +187,12 @@ class TorchExecution:
 
     @property
     def penalize(self) -> Penalize:
-        if not self.uses_triton:
-            return penalties_on_cpu.penalize
-        from appliance.kernels.penalties.launch import penalize
-
-        return penalize
+        return self.backend.penalize
 
     @property
     def mask_tokens(self) -> MaskTokens:
-        if not self.uses_triton:
-            return masks_by_torch.mask_tokens
-        from appliance.kernels.token_mask.launch import mask_tokens
-
-        return mask_tokens
+        return self.backend.mask_tokens
 
     @property
     def score_tokens(self) -> ScoreTokens:
-        return scores_by_torch.score_tokens
+        return self.backend.score_tokens
