@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 from appliance.engine.memory.plan import plan_memory
 from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
-from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.engine.run.geometry import Spare, fixed_bytes, largest_step
 from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.moves import (
+    DeviceMoves,
+    HostMoves,
+    OwnCacheRows,
+    StateRows,
+    staging_bytes,
+)
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import GrammarMasks, Sampler
-from appliance.engine.run.state_rows import OwnCacheRows, StateRows
 from appliance.errors import ConfigError, MemoryPlanError
 
 if TYPE_CHECKING:
@@ -27,10 +32,10 @@ if TYPE_CHECKING:
     from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
     from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.nouns.moves import Rates
-    from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.device import Device
     from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.measure import StepMemory
+    from appliance.engine.run.moves import BlockMoves
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.adapters.slots import AdapterSlots

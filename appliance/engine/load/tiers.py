@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.engine.run.block_moves import DeviceMoves
+from appliance.engine.run.moves import DeviceMoves
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from appliance.engine.devices import Precision
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.moves import Rates
-    from appliance.engine.run.block_moves import BlockMoves
-    from appliance.engine.run.state_rows import OwnCacheRows, StateRows
+    from appliance.engine.run.moves import BlockMoves, OwnCacheRows, StateRows
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ class BlockLoad:
 class Awaitable(Protocol):
     """Pending work on a device."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Block until it has ended; may be called repeatedly."""
         ...
 

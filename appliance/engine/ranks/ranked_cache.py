@@ -20,7 +20,7 @@ from appliance.engine.ranks.messages import (
     SaveBlock,
     SaveState,
 )
-from appliance.engine.run.state_rows import StateRows
+from appliance.engine.run.moves import StateRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

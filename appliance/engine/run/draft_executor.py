@@ -99,7 +99,6 @@ class HeadExecutor(DraftExecutor):
     """A loaded draft head with its cache, fed by hidden states of the served model's layers.
 
     Beyond the last of these it continues from its own hidden states.
-
     A position's row has its hidden state and the token after it, and draws the token after that.
 
     Args:

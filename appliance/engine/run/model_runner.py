@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.moves import SavedBlock
     from appliance.engine.nouns.plan import Plan, Sampled
     from appliance.engine.nouns.sequence import Sequence
-    from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
     from appliance.engine.run.graphed_steps import GraphedSteps
     from appliance.engine.run.hidden_rows import HiddenRows
+    from appliance.engine.run.moves import BlockMoves, OwnCacheRows, StateRows
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampled_rows import SampledRows
     from appliance.engine.run.sampler import Sampler
-    from appliance.engine.run.state_rows import OwnCacheRows, StateRows
     from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
 

@@ -19,9 +19,8 @@ from appliance.engine.nouns.plan import Plan, StepLoad, Update
 from appliance.engine.nouns.request import FinishReason
 from appliance.engine.nouns.sequence import Sequence, SequenceGroup, SequenceStatus
 from appliance.engine.scheduling.beams import BeamGroup
-from appliance.engine.scheduling.plan_builder import PlanBuilder
+from appliance.engine.scheduling.plan_builder import PlanBuilder, extend, wanted_rows
 from appliance.engine.scheduling.policy import may_draft, most_drafts
-from appliance.engine.scheduling.rows import extend, wanted_rows
 from appliance.engine.scheduling.state import InFlight, State, add_states
 from appliance.engine.scheduling.turns import plan_prompts
 from appliance.engine.tiers.tiers import Tiers
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.nouns.plan import Sampled, ScheduledSequence
     from appliance.engine.nouns.request import Request
-    from appliance.engine.scheduling.rows import Rows
+    from appliance.engine.scheduling.plan_builder import Rows
     from appliance.stats import EngineStats
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.sequence import SequenceStatus
+from appliance.engine.scheduling.plan_builder import extend, rows_of_step
 from appliance.engine.scheduling.policy import (
     MAX_STALLS,
     TURNS,
@@ -22,7 +23,6 @@ from appliance.engine.scheduling.policy import (
     rank,
     turn,
 )
-from appliance.engine.scheduling.rows import extend, rows_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

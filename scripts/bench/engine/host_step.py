@@ -49,11 +49,11 @@ from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.framing import encode_frame
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import stage
-from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import MOST_ROWS, PROMPTS, StepSize
 from appliance.engine.run.geometry import Spare
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.moves import HostMoves
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.engine.run import block_moves
-from appliance.engine.run.block_moves import PinnedRows
+from appliance.engine.run import moves
 from appliance.engine.run.host_device import HostDevice
+from appliance.engine.run.moves import PinnedRows
 
 
 class Counting(HostDevice):
@@ -25,7 +25,7 @@ def test_a_row_is_taken_as_long_as_somebody_holds_its_bytes() -> None:
     place = row.data_ptr()
     part = torch.frombuffer(content, dtype=torch.uint8)
     del row, content
-    others = [rows.take() for _ in range(block_moves.MOST_ROWS - 1)]
+    others = [rows.take() for _ in range(moves.MOST_ROWS - 1)]
     assert place not in [other.data_ptr() for other, _ in others]
     assert part.tolist() == [7] * 24
     del part
@@ -36,8 +36,8 @@ def test_a_row_is_taken_as_long_as_somebody_holds_its_bytes() -> None:
 def test_pieces_are_pinned_as_they_are_needed_and_used_again(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int, count: int
 ) -> None:
-    monkeypatch.setattr(block_moves, "PIECE_BYTES", 256)
-    monkeypatch.setattr(block_moves, "MOST_ROWS", 4)
+    monkeypatch.setattr(moves, "PIECE_BYTES", 256)
+    monkeypatch.setattr(moves, "MOST_ROWS", 4)
     device = Counting()
     rows = PinnedRows(device, num_bytes)
     assert not device.sizes

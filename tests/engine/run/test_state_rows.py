@@ -8,7 +8,7 @@ from late_device import LateDevice
 
 from appliance.engine.nouns.moves import Rates, StateCopy, StateLoad
 from appliance.engine.run.host_device import HostDevice
-from appliance.engine.run.state_rows import StateRows
+from appliance.engine.run.moves import StateRows
 
 
 @pytest.mark.parametrize("device", [HostDevice(), LateDevice()], ids=["host", "late"])

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave, Rates, SavedBlock
-from appliance.engine.run import block_moves
-from appliance.engine.run.block_moves import DeviceMoves, HostMoves
 from appliance.engine.run.device import Copy
 from appliance.engine.run.host_device import HostDevice
+from appliance.engine.run.moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
 from appliance.kernels.kv_cache import KVPages
@@ -124,11 +123,11 @@ class Late:
 def test_any_number_of_blocks_is_moved_through_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer is gathered into again only when what it held is on the host."""
     cache, rates, device = filled_cache(KVFormat.INT8), Rates(), Ordered()
-    monkeypatch.setattr(block_moves, "BUFFER_BYTES", 2 * cache.block_bytes)
+    monkeypatch.setattr("appliance.engine.run.moves.BUFFER_BYTES", 2 * cache.block_bytes)
     expected = [cache.read_block(block) for block in range(6)]
     moves = DeviceMoves(BlockMover(split_sealed(cache.layers)[0]), device, rates)
     buffers = sum(len(buffer.memory) for buffer in moves._buffers)
-    assert buffers == block_moves.staging_bytes(cache.block_bytes) == 4 * cache.block_bytes
+    assert buffers == staging_bytes(cache.block_bytes) == 4 * cache.block_bytes
     saved = moves.save([BlockSave(block) for block in range(6)])
     assert len(device.waiting) == 2, "the third group has waited for the first"
     assert rates.moves == 0, "nobody knows yet how long any took"

@@ -33,11 +33,11 @@ from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.adapters.loader import AdapterLoader
-from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
 from appliance.engine.run.geometry import Spare
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.moves import HostMoves
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
