@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
+from appliance.config import EngineConfig, load_section, warn_of_unknown_variables
 from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import AdapterRef, FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
-from appliance.hub import resolve_adapters, resolve_model
-from appliance.hub.draft_names import resolve_draft
+from appliance.hub.found_model import find_model_of
+from appliance.hub.growth import ignore_progress
 from appliance.model_files.sampling_defaults import choose_defaults
-from appliance.text.best_of import Likelihood, best, with_logprobs
-from appliance.text.output import ChoiceText
-from appliance.text.stop_pieces import stop_pieces
-from appliance.text.vocabulary import vocabulary_of
+from appliance.text import ChoiceText, Likelihood, best, stop_pieces, vocabulary_of, with_logprobs
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -85,10 +82,8 @@ class LLM:
                 f"replicas is {config.replicas}, and a script has one engine; serve the model"
                 " instead, or set replicas=1"
             )
-        resolved = resolve_model(config.model, cache_dir=cache_dir(), progress=_ignore_progress)
-        adapters = resolve_adapters(config.lora, progress=_ignore_progress)
-        config = msgspec.structs.replace(config, model=str(resolved.path), lora=adapters)
-        config = resolve_draft(config, resolved.path, progress=_ignore_progress)
+        resolved, config = find_model_of(config)
+        config = msgspec.structs.replace(config, model=str(resolved.path))
         self._adapters = AdapterRegistry(config, resolved.name)
         self.path = str(resolved.path)
         self.tokenizer = Tokenizer.from_path(resolved.path)
@@ -96,7 +91,7 @@ class LLM:
             config,
             eos_token_ids=self.tokenizer.eos_token_ids,
             metadata=None,
-            on_progress=_ignore_progress,
+            on_progress=ignore_progress,
         )
         recommended = choose_defaults(
             config.generation_config, self.tokenizer.sampling, resolved.sampling
@@ -298,6 +293,3 @@ def _bar(total: int, *, enabled: bool) -> Iterator[Callable[[bool, int], None]]:
             progress.update(task, advance=int(finished), tokens=generated)
 
         yield advance
-
-
-def _ignore_progress(stage: str, done: int, total: int) -> None: ...

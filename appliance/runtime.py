@@ -6,6 +6,7 @@ A leaf; sets nothing when imported.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from pathlib import Path
@@ -48,6 +49,18 @@ def release_unused() -> None:
 
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def settle() -> None:
+    """Free temporary memory of the start, and exempt the rest from garbage collection.
+
+    Building the tokenizer leaves free lists: 7 MiB for a vocabulary of 49 thousand, 38 MiB for one
+    of 262 thousand. A full collection stalls all streams for 15 ms and finds nothing in loaded
+    objects.
+    """
+    gc.collect()
+    gc.freeze()
+    release_unused()
 
 
 def visible_gpus() -> list[str] | None:

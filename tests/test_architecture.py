@@ -55,8 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "dialects": {"grammar"},
     "hub": {"config", "progress", "model_files.sampling_defaults"},
-    "hub.draft_names": {"config", "hub", "tokenizer"},
-    "hub.found_model": {"config", "hub"},
+    "hub.found_model": {"config", "hub", "tokenizer"},
     "kernels": set(),
     # The lower floor of quant: how weights are stored. Models read it, so it knows no model.
     "quant.formats": {"kernels", "model_files.checkpoint"},

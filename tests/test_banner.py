@@ -12,11 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance import commands
 from appliance import config as configuration
-from appliance.commands import examples
-from appliance.commands.examples import ExampleRequest, own_command, try_it
-from appliance.commands.parting import parting
-from appliance.commands.serve_banner import banner
+from appliance.commands.serve_banner import ExampleRequest, banner, own_command, parting, try_it
 from appliance.config import EngineConfig
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
@@ -160,7 +158,7 @@ def test_on_the_path_its_name_is_enough_unless_an_activated_environment_put_it_t
 
 
 def test_called_as_a_module_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [str(Path(examples.__file__).parents[1] / "__main__.py")])
+    monkeypatch.setattr(sys, "argv", [str(Path(commands.__file__).parents[1] / "__main__.py")])
     command = [*shlex.split(own_command()), "version"]
     assert command[1:3] == ["-m", "appliance"]
     assert subprocess.run(command, capture_output=True, check=True).stdout.strip()

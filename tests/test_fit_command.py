@@ -10,7 +10,7 @@ from large_model import write_large_model
 from typer.testing import CliRunner
 
 from appliance.cli import app
-from appliance.commands.serve_auto import with_best_fit
+from appliance.commands.serve import with_best_fit
 from appliance.config import EngineConfig
 from appliance.docs import read
 from appliance.errors import MemoryPlanError

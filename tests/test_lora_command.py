@@ -11,7 +11,7 @@ from lora import write_adapter
 from appliance.commands.lora import check, ls
 from appliance.errors import AdapterError, ConfigError, ModelError
 from appliance.hub import resolve_adapter, resolve_adapters
-from appliance.hub.adapters import choose_adapter_files
+from appliance.hub.resolve import choose_adapter_files
 
 ALL = {
     f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()

@@ -44,7 +44,7 @@ MADE = {
     ("appliance/engine/tiers/stored_models.py", "'([0-9a-f]{32}(?:73)?)' + re.escape(SUFFIX)"): (
         "a plain text of ours"
     ),
-    ("appliance/server/anthropic/client_tools.py", "name"): "a key of a table there",
+    ("appliance/server/anthropic/turns.py", "name"): "a key of a table there",
     ("appliance/model/gguf_tensors.py", "p"): "of a table there",
     ("appliance/model/fallback/from_gguf.py", "pattern"): "of a table there",
     ("appliance/model/fallback/description.py", "pattern"): "of a class, whose code runs anyway",

@@ -16,8 +16,8 @@ from large_model import LETTERS, write_large_model
 from rich.console import Console
 
 from appliance.cli import main
+from appliance.commands.quantize import tell_job
 from appliance.commands.quantize_display import PlainDisplay, TerminalDisplay
-from appliance.commands.quantize_job import tell_job
 from appliance.errors import ConfigError
 from appliance.progress.jobs import JobFile, read_jobs
 from appliance.progress.quantize_events import (

@@ -6,6 +6,7 @@ does the same work.
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,12 @@ from typing import Any
 
 from appliance.bench.figures import spread
 from appliance.bench.load import Burst, Endpoint, completion_body, latency, run_burst
-from appliance.bench.prompts import prompt_of
 
+WORDS = [
+    *("river", "stone", "market", "letter", "garden", "winter", "signal", "harbor", "engine"),
+    *("window", "captain", "forest", "bridge", "silver", "morning", "question", "village"),
+    *("hammer", "teacher", "mountain", "copper", "shadow", "kitchen", "orange", "paper"),
+]
 _PREFILL_WORDS = 350
 
 
@@ -96,3 +101,9 @@ def _level(streams: int, bursts: list[Burst]) -> dict[str, Any]:
         "between_tokens_ms": latency([gap for a in answers for gap in a.gaps]),
         "client_cores": spread([burst.cpu_seconds / burst.seconds for burst in bursts], 3),
     }
+
+
+def prompt_of(words: int, shared_words: int, seed: int) -> str:
+    """Return a prompt with a shared beginning, like a system prompt."""
+    shared = random.Random(0).choices(WORDS, k=shared_words)
+    return " ".join(shared + random.Random(seed + 1).choices(WORDS, k=words))

@@ -12,6 +12,7 @@ from appliance.config import EngineConfig, cache_dir, load_section
 from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ModelError
 from appliance.files import read_bytes
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from appliance.model.adapters.adapter import Adapter
@@ -75,7 +76,7 @@ def _facts(path: Path) -> str:
     from appliance.model.adapters.peft_settings import CONFIG_NAME, read_settings
 
     if path.is_file():
-        return f"{path.stat().st_size / 2**20:.1f} MiB"
+        return as_size(path.stat().st_size)
     config = path / CONFIG_NAME
     try:
         settings = read_settings(config, read_bytes(config))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, QualityError
 from appliance.events import QualityFact
-from appliance.server.metrics.quality import ServedCard
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.quant.quality.card import Card
     from appliance.quant.quality.min_quality import Condition
+    from appliance.server.models.model_state import ServedCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
 def served_card(card: Card) -> ServedCard:
     """Select the parts of a card that a server shows."""
     from appliance.quant.quality.card import to_json
+    from appliance.server.models.model_state import ServedCard
 
     facts = {
         "bits_per_weight": card.model.bits_per_weight,

@@ -5,16 +5,31 @@ from __future__ import annotations
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from appliance.commands.model_argument import Model
 from appliance.config import cache_dir, jobs_dir, parse_size
-from appliance.errors import ConfigError
+from appliance.errors import ApplianceError, ConfigError
+from appliance.progress.quantize_events import (
+    Measuring,
+    QuantizeEvent,
+    Start,
+    StepStarted,
+    UnitFinished,
+    Written,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from appliance.progress.jobs import JobFile
+    from appliance.progress.quantize_events import OnEvent
+    from appliance.quant.run.report import QuantizeReport
+
+QUANTIZING = "quantizing"
 
 
 def quantize(
@@ -124,13 +139,11 @@ def quantize(
 
     limit_spinning()
 
-    from appliance.commands.quantize_card import make_card_of_run
     from appliance.commands.quantize_display import choose_display, describe_plan
-    from appliance.commands.quantize_job import tell_job
     from appliance.hub import resolve_model
     from appliance.progress.jobs import JobFile
     from appliance.progress.progress import ProgressLine
-    from appliance.progress.quantize_events import QuantizeEvent, encode_event
+    from appliance.progress.quantize_events import encode_event
     from appliance.quant.run import pipeline
     from appliance.quant.run.options import (
         Method,
@@ -216,3 +229,94 @@ def _interruptible(what_is_kept: Callable[[], str]) -> Iterator[None]:
         raise typer.Exit(code) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def tell_job(job: JobFile, event: QuantizeEvent) -> None:
+    match event:
+        case StepStarted():
+            job.update(event.what, 0, 0)
+        case Start():
+            done, total = event.units_done, event.units
+            job.update("trying the largest layer", 0, 0, parts_done=done, parts_total=total)
+        case UnitFinished():
+            job.update(
+                QUANTIZING,
+                event.bytes_done,
+                event.bytes_total,
+                seconds_left=event.remaining_seconds,
+                part=event.name,
+                parts_done=event.done,
+                parts_total=event.total,
+                loss=fmean(event.losses.values()) if event.losses else None,
+            )
+        case Written():
+            job.update("finishing the files", 0, 0)
+        case Measuring():
+            done, total = event.done, event.total
+            stage = f"quality card, {event.stage}"
+            job.update(stage, done, total, parts_done=done, parts_total=total)
+        case _:
+            pass
+
+
+def make_card_of_run(
+    report: QuantizeReport, base: Path, tokens: int, max_ram: int | None, on_event: OnEvent
+) -> None:
+    """Save a run's facts beside its weights, then measure these and write their card.
+
+    The weights are already safe. If this fails or is killed, `appliance evaluate` makes the same
+    card later.
+
+    Args:
+        base: the unquantized model.
+        tokens: number to measure on; 0 makes no card.
+        max_ram: limit of the process's memory in bytes; None takes the free memory.
+    """
+    from appliance.progress.progress import ProgressLine
+    from appliance.progress.quantize_events import CardWritten, Measuring
+    from appliance.quant.quality.card import HTML_NAME, beside
+    from appliance.quant.quality.card_files import write_card
+    from appliance.quant.quality.make_card import CardOptions, make_card
+    from appliance.quant.quality.run_facts import keep_facts
+    from appliance.quant.run.evaluation_memory import CARD_WINDOW
+    from appliance.quant.text.held_out import HeldOutText
+
+    try:
+        keep_facts(report)
+        if not tokens:
+            return
+        text = HeldOutText(None, tokens, min(CARD_WINDOW, tokens))
+        options = CardOptions(text=text, max_ram=max_ram)
+        with ProgressLine() as progress:
+
+            def tell(stage: str, done: int, total: int) -> None:
+                progress(stage, done, total)
+                on_event(Measuring(stage=stage, done=done, total=total))
+
+            card = make_card(report.out, base, options, on_progress=tell)
+        path = write_card(card, report.out)
+    except ApplianceError as error:
+        typer.echo(
+            f"note: the weights are done, but there is no quality card: {error}; make one with:"
+            f" appliance evaluate {report.out} --against {base}",
+            err=True,
+        )
+        return
+    if card.comparison is not None:
+        on_event(
+            CardWritten(
+                path=str(path),
+                kld_mean=card.comparison.kld_mean.value,
+                same_top_percent=card.comparison.same_top_percent.value,
+            )
+        )
+    typer.echo(f"quality: {card.line()}", err=True)
+    for name, found in ((row.format, row.comparison) for row in card.kv):
+        typer.echo(
+            f"  with a KV cache of {name}: mean KLD {found.kld_mean.value:.4f} more,"
+            f" same top {found.same_top_percent.value:.1f} %",
+            err=True,
+        )
+    typer.echo(
+        f"the card: {beside(report.out, HTML_NAME)}, or: appliance card {report.out}", err=True
+    )

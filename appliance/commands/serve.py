@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from appliance.commands.model_argument import Model
-from appliance.commands.parting import parting
 from appliance.commands.quality import Quality, quality_of
-from appliance.commands.serve_auto import with_best_fit
-from appliance.commands.serve_banner import banner
+from appliance.commands.serve_banner import banner, parting
 from appliance.commands.setting_flags import Flags, with_setting_flags
 from appliance.config import (
     EngineConfig,
@@ -28,8 +28,11 @@ from appliance.config import (
     warn_of_unknown_variables,
     with_kv_folder,
 )
-from appliance.errors import ApplianceError, ConfigError
+from appliance.config.setting import fields_of
+from appliance.errors import ApplianceError, ConfigError, EngineError, MemoryPlanError
 from appliance.progress import stages
+from appliance.runtime import child_environment
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,3 +193,56 @@ def _run(
 def _started_in(launched: LaunchedProcess, info: EngineInfo) -> str:
     loaded = (("command", launched.when), *info.stages, ("server", time.monotonic()))
     return stages.in_words(stages.process_start(), loaded)
+
+
+def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]:
+    """Return settings with the top-ranked KV precision and context, and the reason.
+
+    Keeps the user's settings, `--weight-bits` included. Plans in a separate process, because the
+    plan loads PyTorch, which a server never does.
+
+    Raises:
+        MemoryPlanError: nothing fits; the message names the closest setting that does.
+    """
+    ranked = [
+        one
+        for one in _ranked(engine, model)
+        if one["weight_bits"] == engine.weight_bits
+        and one["weights"] not in ("int8", "int4")  # `quantize` would have to make them first
+        and engine.kv_cache_dtype in ("auto", one["kv_cache_dtype"])
+    ]
+    best = next((one for one in ranked if one["fits"]), None)
+    if best is None:
+        raise MemoryPlanError(ranked[0]["refusal"] if ranked else "nothing fits; see appliance fit")
+    chosen = msgspec.structs.replace(
+        engine, kv_cache_dtype=best["kv_cache_dtype"], max_model_len=best["context_length"]
+    )
+    total, budget = (as_size(best["bytes"][name]) for name in ("total", "budget"))
+    why = f"KV cache {best['kv_format']}, context {best['context_length']:,}: {total} of {budget}"
+    if best["refusal"]:
+        why += f"; with a longer context {best['refusal']}"
+    return chosen, why
+
+
+def _ranked(engine: EngineConfig, model: Path) -> list[dict[str, Any]]:
+    fields = fields_of(type(engine))
+    values = ((fields[name], getattr(engine, name)) for name in fields)
+    variables = {
+        field.variable: field.as_text(value)
+        for field, value in values
+        if value not in (None, "", field.default)
+    }
+    context = [] if engine.max_model_len is None else ["--context", str(engine.max_model_len)]
+    words = ["fit", str(model), "--json", "--no-speed", *context]
+    finished = subprocess.run(
+        [sys.executable, "-P", "-m", "appliance", *words],
+        env=child_environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines()
+        raise EngineError(lines[-1].removeprefix("error: ") if lines else "appliance fit failed")
+    found: list[dict[str, Any]] = json.loads(finished.stdout)["candidates"]
+    return found

@@ -1,20 +1,28 @@
-"""The lines that a person reads once the server is ready."""
+"""The lines that a person reads once the server is ready, and the last one when it stopped."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from typing import TYPE_CHECKING
+import shutil
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from appliance.commands.examples import ExampleRequest, own_command, try_it
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.runtime import resident_bytes
-from appliance.wording import counted
+from appliance.wording import as_size, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from appliance.commands.quality import Quality
+    from appliance.config import EngineConfig
     from appliance.engine.nouns.messages import EngineInfo
+
+_NAME = "appliance"
+STOPPED = "stopped; "  # prefix of the last line
 
 
 def banner(
@@ -132,3 +140,79 @@ def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
         size = f"{info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks"
         rows.append(("swap", f"up to {size} that have to make room, beside all that"))
     return rows
+
+
+def parting(num_requests: int, config: EngineConfig) -> str:
+    served = f"{num_requests:,} request{'' if num_requests == 1 else 's'} served"
+    return f"{STOPPED}{served}; {_kept(config)}"
+
+
+def _kept(config: EngineConfig) -> str:
+    from appliance.config import kv_dir
+    from appliance.engine.tiers.stored_models import stored_models
+
+    nothing = "nothing is kept on disk"
+    if config.kv_disk in ("auto", "off"):
+        return nothing
+    root = Path(config.kv_disk).expanduser()
+    num_bytes = sum(model.num_bytes for model in stored_models(root))
+    if not num_bytes:
+        return nothing
+    option = "" if root == kv_dir() else f" --kv-disk {shlex.quote(str(root))}"
+    return (
+        f"{as_size(num_bytes)} of prompts and answers are kept in {root} for the next start"
+        f" ({own_command()} cache ls{option})"
+    )
+
+
+class ExampleRequest(Enum):
+    """A first request by kind of model: the path, and the body without the model's name."""
+
+    CHAT = (
+        "v1/chat/completions",
+        {"max_tokens": 200, "messages": [{"role": "user", "content": "Hello!"}]},
+    )
+    CONTINUE = ("v1/completions", {"max_tokens": 60, "prompt": "Once upon a time"})
+    EMBED = ("v1/embeddings", {"input": ["Bread is made of flour."]})
+    RANK = ("v1/rerank", {"query": "What is bread?", "documents": ["A food.", "A bird."]})
+
+
+def own_command() -> str:
+    """Return this program's command, valid in any folder.
+
+    Uses the bare name only if it is on every terminal's PATH: a virtual environment is not active
+    in the next terminal.
+    """
+    script = Path(sys.argv[0])
+    if script.name != _NAME:
+        return f"{shlex.quote(sys.executable)} -m {_NAME}"
+    script = script.absolute()
+    found = shutil.which(_NAME)
+    if found is not None and script.exists() and script.samefile(found):
+        in_environment = sys.prefix != sys.base_prefix
+        if not (in_environment and Path(found).is_relative_to(sys.prefix)):
+            return _NAME
+    return shlex.quote(str(script))
+
+
+def try_it(
+    url: str, name: str, sampling: SamplingDefaults, *, use: ExampleRequest, keyed: bool
+) -> str:
+    """Format a curl request that the model can answer.
+
+    Args:
+        use: the kind of model.
+        keyed: the server needs a key; takes it from the environment.
+    """
+    body: dict[str, Any] = {"model": name}
+    path, asked = use.value
+    if "max_tokens" in asked and "temperature" not in sampling.values:
+        body["temperature"] = 0.7
+    body |= asked
+    words = [
+        *("curl", shlex.quote(f"{url}/{path}")),
+        *(["-H", '"Authorization: Bearer $APPLIANCE_API_KEY"'] if keyed else []),
+        *("-H", "'Content-Type: application/json'"),
+        *("-d", shlex.quote(json.dumps(body, ensure_ascii=False))),
+    ]
+    return " ".join(words)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from appliance.commands.parting import STOPPED
+from appliance.commands.serve_banner import STOPPED
 from appliance.config import local_url, own_key
 from appliance.tui.run import TopOptions, require_terminal, run_dashboard
 

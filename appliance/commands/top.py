@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from appliance.commands.setting_flags import Flags, with_setting_flags
-from appliance.commands.top_in_browsers import show_in_browsers
 from appliance.config import TopConfig, authority_to_trust, load_section, server_to_watch
 from appliance.errors import ConfigError
 
@@ -54,3 +54,27 @@ def top(
         ca_file=None if replay is not None else authority_to_trust(settings, config),
     )
     raise typer.Exit(run_dashboard(url, key, options))
+
+
+def show_in_browsers(
+    url: str, key: str | None, host: str, port: int, extra: Sequence[str] = ()
+) -> None:
+    """Serve the dashboard until a signal ends it.
+
+    Raises:
+        ConfigError: the extra is not installed, or the address is taken.
+    """
+    from appliance.config import ServerConfig
+    from appliance.server.http.listener import bind, url_of
+
+    try:
+        from appliance.server.dashboard.web_dashboard import WebDashboard
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--web needs {error.name}; install it with: pip install 'appliance[web]'"
+        ) from error
+    config = ServerConfig(host=host, port=port, api_key=key)
+    dashboard = WebDashboard(("--url", url, *extra), config)
+    with bind(config) as sock:
+        typer.echo(f"the dashboard of {url} is at {url_of(config, sock)}/", err=True)
+        dashboard.run(sock)

@@ -1,7 +1,6 @@
 """Set-up instructions for clients, with address, key and model filled in."""
 
-from appliance.connect.code import COMMANDS
-from appliance.connect.programs import PROGRAMS
+from appliance.connect.clients import COMMANDS, PROGRAMS
 from appliance.connect.recipe import Connection, Recipe, SetupStep
 
 RECIPES = PROGRAMS | COMMANDS

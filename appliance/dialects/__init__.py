@@ -3,10 +3,9 @@
 Turns streamed text into parts: content, thoughts, calls. Knows no wire format, tokenizer or engine.
 """
 
-from appliance.dialects.dialect import Dialect
+from appliance.dialects.dialect import Dialect, Reader
 from appliance.dialects.learn import learn_dialect
-from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
-from appliance.dialects.reader import Reader
+from appliance.dialects.output import CallArguments, CallBegin, Content, Part, Thought
 
 __all__ = [
     "CallArguments",

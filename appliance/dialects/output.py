@@ -1,14 +1,36 @@
-"""Collects the parts of an answer from a parser."""
+"""The parts of an answer: thoughts, content and calls, as a parser finds them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
-from appliance.dialects.repeats import Repeats
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True, gc=False):
+    text: str
+
+
+class CallBegin(msgspec.Struct, frozen=True, gc=False):
+    """The beginning of a call; its arguments follow."""
+
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
+    """A piece of the latest call's arguments; all pieces together are JSON."""
+
+    text: str
+
+
+Part = Content | Thought | CallBegin | CallArguments
 
 
 class Output:
@@ -101,3 +123,52 @@ class Output:
         if self._texts and not isinstance(last := self._parts[-1], CallBegin):
             self._parts[-1] = type(last)("".join(self._texts))
         self._texts.clear()
+
+
+class Repeats:
+    """Holds a call back while it equals an earlier one.
+
+    Attributes:
+        found: a call repeated an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self._earlier: list[tuple[str, str]] = []  # name and raw arguments
+        self._name = ""
+        self._texts: list[str] = []  # the call's arguments so far
+        self._length = 0  # of them
+        self._equal: list[str] = []  # arguments of earlier calls that begin like them
+        self._held = False
+
+    def begin(self, name: str) -> list[CallBegin | CallArguments]:
+        """Begin a call; return the parts to emit."""
+        self._name, self._length = name, 0
+        self._texts.clear()
+        self._equal = [text for earlier, text in self._earlier if earlier == name]
+        self._held = bool(self._equal)
+        return [] if self._held else [CallBegin(name)]
+
+    def add(self, text: str) -> list[CallBegin | CallArguments]:
+        """Add to the call's arguments; return the parts to emit."""
+        self._texts.append(text)
+        if not self._held:
+            return [CallArguments(text)]
+        self._equal = [one for one in self._equal if one.startswith(text, self._length)]
+        self._length += len(text)
+        return [] if self._equal else self._release()
+
+    def end(self) -> list[CallBegin | CallArguments]:
+        """End the call; return the parts to emit."""
+        call = self._name, "".join(self._texts)
+        if self._held and call in self._earlier:
+            self.found = True
+            return []
+        self._earlier.append(call)
+        return self._release() if self._held else []
+
+    def _release(self) -> list[CallBegin | CallArguments]:
+        self._held = False
+        text = "".join(self._texts)
+        arguments = [CallArguments(text)] if text else []
+        return [CallBegin(self._name), *arguments]

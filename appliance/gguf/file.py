@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.gguf.loss import Loss
+    from appliance.gguf.conversion import Loss
     from appliance.gguf.types import TensorType
     from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.ggml import GgmlWeight

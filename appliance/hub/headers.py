@@ -24,7 +24,7 @@ from appliance.model_files.gguf_names import is_gguf
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.hub.name import HubName
+    from appliance.hub.remote import HubName
 
 _FIRST_GUESS = 1 << 20  # bytes of a GGUF file's header, doubled until it suffices
 _MOST_HEADER = 100_000_000

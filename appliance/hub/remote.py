@@ -1,4 +1,4 @@
-"""Downloads models of a Hugging Face hub with huggingface_hub, into its cache.
+"""Names and downloads models of a Hugging Face hub, with huggingface_hub, into its cache.
 
 HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE have their usual meaning.
 """
@@ -9,21 +9,17 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from appliance.errors import ModelError, one_line
 from appliance.files import read_text
 from appliance.hub.growth import Progress, watch_growth
 from appliance.model_files.gguf_names import first_parts, is_beside_a_model, is_gguf, parts_of_name
-
-if TYPE_CHECKING:
-    from appliance.hub.name import HubName
+from appliance.wording import as_size
 
 logger = logging.getLogger(__name__)
-
-# (repository, names of its files, requested file) to the files to download
-ChooseFiles = Callable[[str, list[str], str | None], list[str]]
 
 TIMEOUT = 10.0  # seconds for the hub to answer
 SIDE_FILES = (".json", ".jinja")
@@ -34,6 +30,41 @@ _DENSE = re.compile(r"\d+_Dense/(config\.json|model\.safetensors)")
 # Read where there is no tokenizer.json.
 OLDER_TOKENIZERS = ("tokenizer.model", "merges.txt", "tiktoken.model")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FORM = re.compile(
+    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?(?::(?P<file>[^:\\]+\.(?i:gguf)))?",
+    re.ASCII,
+)
+
+# (repository, names of its files, requested file) to the files to download
+ChooseFiles = Callable[[str, list[str], str | None], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A hub's name of a model: `org/name`, with `@revision`, `:FILE.gguf`, or both.
+
+    Attributes:
+        repo: `org/name`.
+        revision: branch, tag or commit; None for the main branch.
+        file: one of its GGUF files, which may be a part of one model; None for the safetensors
+            folder or the only GGUF model.
+    """
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """Parse a name; None if it is not a hub's."""
+        match = _FORM.fullmatch(text)
+        if match is None or is_gguf(match["repo"]):
+            return None
+        return cls(match["repo"], match["revision"], match["file"])
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.repo}{revision}" + ("" if self.file is None else f":{self.file}")
 
 
 def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = None) -> Path:
@@ -182,8 +213,8 @@ def _check_space(folder: Path, repo_id: str, needed: int) -> None:
     cached = sum(file.stat().st_size for file in folder.glob("blobs/*") if file.is_file())
     if needed > free + cached:
         raise ModelError(
-            f"{repo_id} needs {needed / 2**30:.1f} GiB, but {existing} has {free / 2**30:.1f} GiB "
-            "free; make room or point HF_HOME to another disk"
+            f"{repo_id} needs {as_size(needed)}, but {existing} has {as_size(free)} free;"
+            " make room or point HF_HOME to another disk"
         )
 
 

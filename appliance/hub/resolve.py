@@ -1,4 +1,4 @@
-"""Resolves a model's name to a file or folder on this machine."""
+"""Resolves the name of a model or an adapter to a file or folder on this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import ModelError
+from appliance.config.values import as_text, named_paths
+from appliance.errors import AdapterError, ModelError
 from appliance.files import unreadable
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
-from appliance.hub.name import HubName
 from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
+from appliance.hub.remote import HubName
 from appliance.model_files.gguf_names import (
     find_first_part,
     first_part,
@@ -28,6 +29,8 @@ from appliance.model_files.other_forms import (
     models_inside,
 )
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +160,46 @@ def _near(path: Path) -> str:
         return ""
     close = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3)]
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def resolve_adapter(adapter: str, *, progress: Progress = ignore_progress) -> Path:
+    """Find an adapter, and download it if necessary.
+
+    Args:
+        adapter: a folder, a .gguf file, or a hub id as in `HubName`.
+
+    Raises:
+        AdapterError: it does not exist.
+        ModelError: it cannot be fetched, or the hub's repository has no adapter.
+    """
+    path = Path(adapter).expanduser()
+    if path.exists():
+        return path.absolute()
+    name = HubName.parse(adapter)
+    if name is None:
+        raise AdapterError(
+            f"there is no adapter at {adapter}; give a folder, a .gguf file or a hub id"
+        )
+    return remote.download(name, progress, choose=choose_adapter_files)
+
+
+def resolve_adapters(given: str, *, progress: Progress = ignore_progress) -> str:
+    """Return the setting `lora` with local paths, or raise ModelError."""
+    paths = named_paths(given, "lora")
+    found = {name: str(resolve_adapter(path, progress=progress)) for name, path in paths.items()}
+    return as_text(found)
+
+
+def choose_adapter_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
+    """Choose an adapter repository's files, none of which may contain code.
+
+    Raises:
+        ModelError: the repository has no adapter, or several.
+    """
+    if filename is None and all(name in names for name in _FILES):
+        return list(_FILES)
+    if filename is None and not any(map(is_gguf, names)):
+        raise ModelError(
+            f"{repo_id} has no adapter: it lacks {' and '.join(_FILES)}, and has no .gguf file"
+        )
+    return remote.choose_files(repo_id, names, filename)

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from appliance.errors import ModelError
 from appliance.files import read_text
-from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED
-from appliance.hub.remote import folder_name, hub_cache
+from appliance.hub.remote import HubName, folder_name, hub_cache
 from appliance.model_files.gguf_names import is_gguf, parts_of, parts_of_name
 
 SAFETENSORS, GGUF = "safetensors", "GGUF"

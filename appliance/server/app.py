@@ -16,15 +16,14 @@ from appliance.server.dashboard.web_page import OPEN_PATHS, web_page_router
 from appliance.server.health import health_router
 from appliance.server.http import openapi
 from appliance.server.http.access_log import AccessLog
-from appliance.server.http.client_gone import ClientGoneError
+from appliance.server.http.connection import ClientGoneError
 from appliance.server.http.errors import error_response
 from appliance.server.http.idempotency import Idempotency
 from appliance.server.http.proxies import Proxies, root_path
 from appliance.server.http.request_middleware import RequestMiddleware
 from appliance.server.metrics.engine_metrics import EngineCollector
-from appliance.server.metrics.machine_metrics import MachineCollector
-from appliance.server.metrics.rank_metrics import RankCollector
-from appliance.server.metrics.replica_metrics import ReplicaCollector
+from appliance.server.metrics.machine import MachineCollector
+from appliance.server.metrics.replica_metrics import RankCollector, ReplicaCollector
 from appliance.server.models.adapters import adapters_router
 from appliance.server.ollama.routes import MANAGING, ollama_router
 from appliance.server.openai.routes import openai_router
@@ -95,7 +94,7 @@ def _collect(model: ModelState) -> None:
     engine, metrics = model.engine, model.metrics
     most = model.config.max_queue
     metrics.add(
-        EngineCollector(engine, metrics, most, lambda: model.key_names, lambda: model.quality_card)
+        EngineCollector(engine, metrics, most, lambda: model.key_names, lambda: model.quality_facts)
     )
     metrics.add(ReplicaCollector(model.model_id, engine))
     metrics.add(RankCollector(model.model_id, engine))

@@ -18,10 +18,8 @@ from appliance.errors import ModelError
 from appliance.server.http.body import decode_json
 from appliance.server.models.model_state import ModelState
 from appliance.server.models.state import ServerState
-from appliance.server.openai.chat import chat_frames
-from appliance.server.openai.chat_calls import ChatCalls
-from appliance.server.openai.openai_chat import answer_chat
-from appliance.server.openai.stream_usage import StreamUsage
+from appliance.server.openai.chat import ChatCalls, answer_chat, chat_frames
+from appliance.server.openai.chunks import StreamUsage
 from appliance.server.requests.schema import ChatRequest
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from appliance.tokenizer.chat_template import ChatTemplate
-    from appliance.tokenizer.stop_strings import StopStringMatcher
-    from appliance.tokenizer.stream import DecodeStream
+    from appliance.tokenizer.stream import DecodeStream, StopStringMatcher
     from appliance.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "DecodeStream", "StopStringMatcher", "Tokenizer"]
@@ -20,7 +19,7 @@ __all__ = ["ChatTemplate", "DecodeStream", "StopStringMatcher", "Tokenizer"]
 _HOME = {
     "ChatTemplate": "chat_template",
     "DecodeStream": "stream",
-    "StopStringMatcher": "stop_strings",
+    "StopStringMatcher": "stream",
     "Tokenizer": "tokenizer",
 }
 

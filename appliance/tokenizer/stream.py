@@ -1,4 +1,4 @@
-"""Converts token ids to text as they arrive."""
+"""Converts token ids to text as they arrive, and finds stop strings in it."""
 
 from __future__ import annotations
 
@@ -47,3 +47,76 @@ class DecodeStream:
         text, length = codecs.utf_8_decode(data, "replace", False)
         self._begun = data[length:]
         return text
+
+
+class StopStringMatcher:
+    """Finds the first complete stop string and emits no part of it.
+
+    The result does not depend on how the text is split. Each character takes a few steps for each
+    string, whatever its length (Knuth, Morris and Pratt 1977).
+
+    Args:
+        stop: non-empty strings that end the text.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        assert all(stop), stop
+        self._stop = sorted(set(stop), key=len, reverse=True)  # of two that end together the longer
+        self._fallbacks: list[list[int]] | None = None  # once a string may have begun
+        self._matched = [0] * len(self._stop)  # characters of each that the text ends with
+        self._openings = {string[0] for string in stop}
+        self._held = ""  # a suffix that could still become a stop string
+        self.matched = ""  # the stop string found
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Add text.
+
+        Returns:
+            The text that no stop string can include, and True if one is complete; text behind a
+            match is dropped, of later calls too.
+        """
+        if self.matched:
+            return "", True
+        if not self._held and self._openings.isdisjoint(text):
+            return text, False  # the usual case
+        if self._fallbacks is None:
+            self._fallbacks = list(map(_fallbacks, self._stop))
+        before, text = len(self._held), self._held + text
+        for end in range(before, len(text)):
+            for number, stop in enumerate(self._stop):
+                if self._advance(number, text[end]) == len(stop):
+                    self.matched, self._held = stop, ""
+                    return text[: end + 1 - len(stop)], True
+        shown = len(text) - max(self._matched)
+        self._held = text[shown:]
+        return text[:shown], False
+
+    def flush(self) -> str:
+        """Return the held-back text at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, number: int, character: str) -> int:
+        """Return how much of a stop string the text ends with after one more character."""
+        assert self._fallbacks is not None
+        stop, fallbacks, matched = (
+            self._stop[number],
+            self._fallbacks[number],
+            self._matched[number],
+        )
+        while matched and stop[matched] != character:
+            matched = fallbacks[matched - 1]
+        self._matched[number] = matched + (stop[matched] == character)
+        return self._matched[number]
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """Return for each prefix the length of the longest other one that it ends with."""
+    found = [0]
+    length = 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = found[length - 1]
+        length += stop[length] == character
+        found.append(length)
+    return found

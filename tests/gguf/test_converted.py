@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile, tensors
-from appliance.gguf.converted import requantize
-from appliance.gguf.loss import Loss
+from appliance.gguf.conversion import Loss, requantize
 from appliance.gguf.types import HELD_TYPES, TENSOR_TYPES, held_bytes
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES

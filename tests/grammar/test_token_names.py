@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.errors import RequestError
-from appliance.grammar.token_names import check_token_names
+from appliance.server.requests.grammars import check_token_names
 
 CONTROL = {"<|im_end|>", "<tool_call>"}
 

@@ -9,7 +9,7 @@ from byte_tokenizer import save_byte_tokenizer
 
 from appliance.config import EngineConfig
 from appliance.errors import ConfigError, ModelError
-from appliance.hub.draft_names import resolve_draft
+from appliance.hub.found_model import resolve_draft
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import pytest
 from appliance.errors import ModelError
 from appliance.hub import remote, store
 from appliance.hub.hashes import find_damaged, known_hashes, known_hashes_of
-from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED
+from appliance.hub.remote import HubName
 
 OLD, NEW = "0" * 40, "1" * 40
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from appliance.config import ServerConfig
 from appliance.dialects import learn
 from appliance.dialects.dialect import Dialect
-from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
+from appliance.dialects.output import CallArguments, CallBegin, Content, Part, Thought
 from appliance.dialects.thoughts import KNOWN_MARKS
 from appliance.dialects.turns import prepare
 from appliance.engine.nouns.request import FinishReason
@@ -48,7 +48,7 @@ from appliance.server.ollama.schema import (
 from appliance.server.openai import turns
 from appliance.server.openai_responses import turns as responses_turns
 from appliance.server.openai_responses.history import InputReader
-from appliance.server.openai_responses.output import OutputItems
+from appliance.server.openai_responses.responding import OutputItems
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
 from appliance.server.openai_responses.store import ResponseStore
 from appliance.server.requests.prompt import _separate
@@ -66,7 +66,7 @@ from appliance.server.retrieval.relevance import encoded_pairs
 from appliance.server.retrieval.routes import _pairs
 from appliance.server.retrieval.schema import ScoreRequest
 from appliance.server.retrieval.vectors import embeddings_of
-from appliance.text.output import ChoiceText
+from appliance.text import ChoiceText
 from appliance.tokenizer import ChatTemplate, StopStringMatcher, Tokenizer
 
 DOORS = Doors()

@@ -16,7 +16,7 @@ from appliance.dialects.constrain import may_call, must_call
 from appliance.dialects.dialect import Dialect
 from appliance.grammar.grammar import Grammar, canonical_schema
 from appliance.grammar.regular import regular
-from appliance.grammar.token_names import check_token_names
+from appliance.server.requests.grammars import check_token_names
 from appliance.server.requests.tools import Offer, Tools, allowed
 
 DOORS = Doors()

@@ -17,7 +17,7 @@ from appliance.docs import read
 from appliance.events import Gpu, Machine, QualityFact
 from appliance.monitoring import FILES, path_of
 from appliance.server.metrics.gpu import REASONS
-from appliance.server.metrics.quality import ServedCard
+from appliance.server.models.model_state import ServedCard
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HOUSE = f"{Path(appliance.__file__).parent}/"
 ROOMS = (
-    *("server/", "tokenizer/", "dialects/", "output.py", "best_of.py", "stop_pieces.py"),
+    *("server/", "tokenizer/", "dialects/", "text.py"),
     "engine/process/client.py",
 )
 BEGINNING = bytes((dis.opmap["RESUME"], 0))  # the instruction at a function's beginning

@@ -25,7 +25,7 @@ from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.beams import BeamGroup
 from appliance.engine.scheduling.policy import may_admit, may_draft
 from appliance.errors import RequestError
-from appliance.text.best_of import Likelihood, best
+from appliance.text import Likelihood, best
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import SequenceDelta

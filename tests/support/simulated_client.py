@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.text.best_of import Likelihood
+from appliance.text import Likelihood
 
 if TYPE_CHECKING:
     from plain_search import Found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from appliance.dialects.call_object import read_arguments
 from appliance.dialects.formats.form import CallForm, read_content
+from appliance.dialects.json_calls import read_arguments
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:

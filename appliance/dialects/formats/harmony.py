@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.formats.form import CallForm
-from appliance.dialects.json_text import read_value
+from appliance.dialects.json_calls import read_value
 from appliance.dialects.source import MalformedCallError
 from appliance.dialects.thoughts import ThoughtMarks
 

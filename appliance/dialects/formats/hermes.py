@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from appliance.dialects.call_object import call_object, read_call_object
 from appliance.dialects.formats.form import CallForm, read_content
+from appliance.dialects.json_calls import call_object, read_call_object
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas

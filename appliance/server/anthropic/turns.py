@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from appliance.errors import RequestError
-from appliance.server.anthropic.blocks import (
-    block_text,
-    blocks_of,
-    refused,
-    result_text,
-    server_result_text,
-    text_of,
-)
-from appliance.server.anthropic.client_tools import client_tool
-from appliance.server.anthropic.schema import ContentBlock
+from appliance.server.anthropic.schema import ContentBlock, DocumentSource
 from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.dialects.turns import Turn
     from appliance.server.anthropic.schema import AnthropicTurn, CountRequest
 
-
 _CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
 MAX_NAME = 128  # characters of a tool's name, at Anthropic
+# Of no use to a model: kinds of objects, and what only Anthropic can read.
+_DROPPED = ("type", "encrypted_content", "encrypted_index", "encrypted_stdout", "cache_control")
 
 
 def turns_of(body: CountRequest) -> list[Turn]:
@@ -36,7 +34,7 @@ def turns_of(body: CountRequest) -> list[Turn]:
     """
     turns: list[Turn] = []
     if body.system:
-        turns.append({"role": "system", "content": text_of(body.system, "system")})
+        turns.append({"role": "system", "content": _text_of(body.system, "system")})
     names: dict[str, str] = {}  # a tool's name by call id
     for number, message in enumerate(body.messages):
         where = f"messages.{number}"
@@ -129,7 +127,7 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> lis
         for found in (texts, thoughts, calls):
             found.clear()
 
-    for place, block in enumerate(blocks_of(message.content)):
+    for place, block in enumerate(_blocks_of(message.content)):
         match block:
             case ContentBlock(type="text", text=str(text)):
                 texts.append(text)
@@ -148,7 +146,7 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> lis
             ):
                 if texts or thoughts or calls:
                     flush()
-                turns.append(_result(call_id, server_result_text(block), names))
+                turns.append(_result(call_id, _server_result_text(block), names))
             case _:
                 raise refused(block, f"{where}.content.{place}")
     if texts or thoughts or calls or not turns:
@@ -166,15 +164,15 @@ def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[T
             turns.append({"role": message.role, "content": "\n".join(texts)})
             texts.clear()
 
-    for place, block in enumerate(blocks_of(message.content)):
+    for place, block in enumerate(_blocks_of(message.content)):
         here = f"{where}.content.{place}"
         if block.type == "tool_result" and block.tool_use_id is not None:
             flush()
-            content = result_text(block, here)
+            content = _result_text(block, here)
             # Templates have no other place for an error.
             content = f"Error: {content}" if block.is_error else content
             turns.append(_result(block.tool_use_id, content, names))
-        elif (text := block_text(block, here)) is not None:
+        elif (text := _block_text(block, here)) is not None:
             texts.append(text)
         else:
             raise refused(block, here)
@@ -187,3 +185,159 @@ def _result(call_id: str, content: str, names: dict[str, str]) -> Turn:
     if call_id in names:
         turn["name"] = names[call_id]
     return turn
+
+
+def _text_of(content: str | Sequence[ContentBlock], where: str) -> str:
+    """Return the text of blocks; raises RequestError for another kind of block."""
+    texts = []
+    for place, block in enumerate(_blocks_of(content)):
+        if (text := _block_text(block, f"{where}.{place}")) is None:
+            raise refused(block, f"{where}.{place}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _blocks_of(content: str | Sequence[ContentBlock]) -> Sequence[ContentBlock]:
+    return [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _block_text(block: ContentBlock, where: str) -> str | None:
+    """Return what a block says to the model; None if it is of another kind.
+
+    Raises:
+        RequestError: it is a document of bytes or by address, or asks for citations.
+    """
+    match block:
+        case ContentBlock(type="text", text=str(text)):
+            return text
+        case ContentBlock(type="document"):
+            _check_citations(block, where)
+            text = _document(block, where)
+            return _element("document", [("title", block.title), ("context", block.context)], text)
+        case ContentBlock(type="search_result", source=str(source)):
+            _check_citations(block, where)
+            text = _text_of(_inner(block.content, where), f"{where}.content")
+            return _element("search_result", [("source", source), ("title", block.title)], text)
+        case ContentBlock(type="tool_reference", tool_name=str(name)):
+            return f"The tool {name} is there."
+    return None
+
+
+def _result_text(block: ContentBlock, where: str) -> str:
+    """Return the text of a client's tool result."""
+    return _text_of(_inner(block.content, where), f"{where}.content")
+
+
+def _server_result_text(block: ContentBlock) -> str:
+    """Return the result of a tool that Anthropic ran, as JSON without what only it can read."""
+    check_nesting(block.content, "messages")
+    content = _readable(block.content)
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def refused(block: ContentBlock, where: str) -> RequestError:
+    known = (
+        "text, document (of text), search_result, thinking, tool_use, tool_result and the blocks "
+        "of Anthropic's tools, with their fields, where they belong"
+    )
+    return RequestError(
+        f"{where}: a block of type {block.type[:40]!r} is not supported here; what is: {known}",
+        param="messages",
+        code="unsupported_content",
+    )
+
+
+def _document(block: ContentBlock, where: str) -> str:
+    try:
+        source = msgspec.convert(block.source, DocumentSource)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{where}.source: {error}", param="messages") from None
+    match source:
+        case DocumentSource(type="text", data=str(data)):
+            return data
+        case DocumentSource(type="content", content=str() | list()):
+            return _text_of(_inner(source.content, where), f"{where}.source.content")
+    raise RequestError(
+        f"{where} has a source of type {source.type[:40]!r}; supported are text (data) and content",
+        param="messages",
+        code="unsupported_content",
+    )
+
+
+def _inner(content: Any, where: str) -> str | list[ContentBlock]:
+    try:
+        return msgspec.convert(content or "", str | list[ContentBlock])
+    except msgspec.ValidationError:
+        raise RequestError(
+            f"{where} has content that is neither text nor blocks", param="messages"
+        ) from None
+
+
+def _check_citations(block: ContentBlock, where: str) -> None:
+    if isinstance(block.citations, Mapping) and block.citations.get("enabled"):
+        raise RequestError(
+            f"{where} asks for citations, which this server does not make; leave them out",
+            param="messages",
+            code="unsupported_content",
+        )
+
+
+def _element(name: str, facts: Iterable[tuple[str, str | None]], text: str) -> str:
+    lines = [f"<{fact}>{value}</{fact}>" for fact, value in facts if value]
+    return "\n".join([f"<{name}>", *lines, text, f"</{name}>"])
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _readable(inner)
+            for name, inner in value.items()
+            if name not in _DROPPED and inner is not None
+        }
+    return [_readable(inner) for inner in value] if isinstance(value, list) else value
+
+
+# Tools that Anthropic defines and the client runs. The inputs are those that Anthropic's documents
+# give for each; a version is the date in its type. One flat object holds the arguments of all
+# commands, since some forms of calls, and templates, know no alternatives.
+_TEXT: dict[str, Any] = {"type": "string"}
+_EDIT = "view create str_replace insert"
+_LINES = {"type": "array", "items": {"type": "integer"}, "description": "First and last, to view."}
+_FILE = {
+    "path": _TEXT,
+    "view_range": _LINES,
+    "file_text": {"type": "string", "description": "Of the created file."},
+    "old_str": {"type": "string", "description": "The text to replace, which is there once."},
+    "new_str": {"type": "string", "description": "The text instead."},
+    "insert_line": {"type": "integer", "description": "The line to insert after, or 0."},
+}
+_INSERTED = {"insert_text": {"type": "string", "description": "The text to insert."}}
+
+
+def _commands(names: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"command": {"type": "string", "enum": names.split()}, **arguments},
+        "required": ["command"],
+    }
+
+
+_BASH = {"type": "object", "properties": {"command": _TEXT, "restart": {"type": "boolean"}}}
+_EDITOR = "Shows, creates and changes text files on the user's machine, by commands."
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    r"bash_\d+": ("Runs a command in a shell on the user's machine, or restarts it.", _BASH),
+    r"text_editor_(20250429|20250728)": (_EDITOR, _commands(_EDIT, {**_FILE, **_INSERTED})),
+    # These insert `new_str`.
+    r"text_editor_\d+": (_EDITOR, _commands(f"{_EDIT} undo_edit", _FILE)),
+    r"memory_\d+": (
+        "Keeps notes in text files below /memories, from one conversation to the next.",
+        _commands(
+            f"{_EDIT} delete rename", {**_FILE, **_INSERTED, "old_path": _TEXT, "new_path": _TEXT}
+        ),
+    ),
+}
+
+
+def client_tool(kind: str) -> tuple[str, dict[str, Any]] | None:
+    """Return description and schema of a tool by its type; None if the client cannot run it."""
+    return next((tool for name, tool in _KINDS.items() if re.fullmatch(name, kind)), None)

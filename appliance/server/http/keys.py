@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from appliance.config.api_keys import digest_of
 from appliance.errors import AuthError
 from appliance.log import RepeatedWarningFilter
-from appliance.server.http.bucket import Bucket
 from appliance.server.http.errors import TooManyWrongKeysError
+from appliance.server.http.limits import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

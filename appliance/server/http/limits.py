@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.config.api_keys import KeyLimits
-from appliance.server.http.bucket import Bucket
 from appliance.server.http.errors import RateLimitError
 from appliance.wording import counted
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 MINUTE = 60.0  # seconds
 _PARALLEL_RETRY_AFTER = 2.0  # seconds; the end of a request is unknown
-
 
 NO_LIMITS = KeyLimits()
 
@@ -118,3 +116,32 @@ class Use:
         if not self._ended:
             self._ended = True
             self._holder.num_open -= 1
+
+
+class Bucket:
+    """A budget that refills evenly (token bucket).
+
+    Starts full. Taking more than it holds overdraws it; it repays the debt first.
+
+    Args:
+        size: capacity.
+        seconds: time to fill an empty one.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, size: float, seconds: float, clock: Callable[[], float]) -> None:
+        self._size = size
+        self._rate = size / seconds
+        self._clock = clock
+        self._left = size
+        self._when = clock()
+
+    def seconds_until(self, wanted: float) -> float:
+        """Return the seconds until it holds an amount; 0 if it does now."""
+        now = self._clock()
+        self._left = min(self._size, self._left + (now - self._when) * self._rate)
+        self._when = now
+        return max(0.0, (wanted - self._left) / self._rate)
+
+    def take(self, amount: float) -> None:
+        self._left -= amount

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from appliance.config import ServerConfig
     from appliance.server.http.key_ring import KeyRing
-    from appliance.server.metrics.shared_metrics import SharedMetrics
+    from appliance.server.metrics.metrics import SharedMetrics
 
 PREFLIGHT_SECONDS = 600  # lifetime in browsers' caches
 

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, NoReturn
 from starlette.responses import Response
 
 from appliance.errors import ApplianceError
-from appliance.server.http.client_gone import ClientGoneError, disconnect, guarded
-from appliance.server.http.connection import CHUNKS
+from appliance.server.http.connection import CHUNKS, ClientGoneError, disconnect, guarded
 from appliance.server.http.errors import error_body, error_response
 from appliance.server.http.frames import SERVER_SENT_EVENTS, Wire
-from appliance.server.http.repeated import FAILED
+from appliance.server.http.idempotency import FAILED
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

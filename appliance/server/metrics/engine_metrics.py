@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from appliance.engine.process.replicas.replica_set import ServedEngine
+    from appliance.events import QualityFact
     from appliance.server.metrics.metrics import Metrics
-    from appliance.server.metrics.quality import ServedCard
 
 
 class EngineCollector(Collector):
@@ -31,7 +31,7 @@ class EngineCollector(Collector):
         metrics: the API process's counts for the model.
         max_queue: requests that may wait.
         key_names: returns the names of all keys.
-        quality_card: returns the model's card, if it has one.
+        quality_facts: returns the figures of the model's quality card.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class EngineCollector(Collector):
         metrics: Metrics,
         max_queue: int,
         key_names: Callable[[], Iterable[str]],
-        quality_card: Callable[[], ServedCard | None],
+        quality_facts: Callable[[], Iterable[QualityFact]],
     ) -> None:
         self._engine, self._metrics, self._max_queue = engine, metrics, max_queue
-        self._key_names, self._quality_card = key_names, quality_card
+        self._key_names, self._quality_facts = key_names, quality_facts
         self._labels = {"model_name": metrics.model_name}
 
     def collect(self) -> Iterable[Metric]:
@@ -249,12 +249,10 @@ class EngineCollector(Collector):
         )
 
     def _facts(self) -> Iterator[Metric]:
-        card = self._quality_card()
-        facts = () if card is None else card.facts
         yield gauge(
             "appliance_quality",
             "The quality card of the model: what quantizing its weights cost.",
-            [({**self._labels, "fact": one.name}, one.value) for one in facts],
+            [({**self._labels, "fact": one.name}, one.value) for one in self._quality_facts()],
         )
         info = self._engine.info
         if info is None:

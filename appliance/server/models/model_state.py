@@ -20,9 +20,9 @@ from appliance.model_files.sampling_defaults import (
     SamplingDefaults,
     choose_defaults,
 )
+from appliance.runtime import settle
 from appliance.server.metrics.metrics import Metrics
 from appliance.server.models.grammar_checks import GrammarChecks
-from appliance.server.models.memory import settle
 from appliance.server.models.queue import Queue
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo, StepReport
     from appliance.engine.process.replicas.replica_set import ServedEngine
     from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.events import QualityFact
     from appliance.server.http.limits import KeyUse
-    from appliance.server.metrics.quality import ServedCard
     from appliance.server.models.state import ServerState
     from appliance.server.models.text_threads import TextThreads
     from appliance.tokenizer import Tokenizer
@@ -59,6 +59,18 @@ class FoundModel(Protocol):
     def sampling(self) -> SamplingDefaults:
         """Recommended sampling for a model that has none."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCard:
+    """The quality card of the served weights.
+
+    Attributes:
+        facts: its figures, for dashboards and metrics.
+    """
+
+    as_json: bytes
+    facts: tuple[QualityFact, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +172,10 @@ class ModelState:
     @property
     def key_names(self) -> list[str]:
         return list(self.server.keys() or (NO_KEY,))
+
+    @property
+    def quality_facts(self) -> tuple[QualityFact, ...]:
+        return () if self.quality_card is None else self.quality_card.facts
 
     def _take_warnings(self, report: StepReport) -> None:
         for line in report.logs:

@@ -16,7 +16,7 @@ from appliance.log import RecentWarnings
 from appliance.server.http.key_ring import KeyRing
 from appliance.server.http.limits import KeyUse
 from appliance.server.metrics.machine import MachineProbe
-from appliance.server.metrics.shared_metrics import SharedMetrics
+from appliance.server.metrics.metrics import SharedMetrics
 from appliance.server.models.text_threads import TextThreads
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from appliance.config import ServerConfig
     from appliance.server.models.model_state import ModelState
-
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from appliance.server.ollama.answers import (
     OllamaAnsweredCall,
     OllamaMessage,
 )
-from appliance.server.openai.chat_logprobs import chat_logprobs
+from appliance.server.openai.logprobs import chat_logprobs
 from appliance.server.requests.tools import arguments_of, new_call_id
 
 if TYPE_CHECKING:

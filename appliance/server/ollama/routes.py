@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -28,7 +30,14 @@ from appliance.server.ollama.answers import (
     Shown,
     Tags,
 )
-from appliance.server.ollama.lines import WIRE, LineStream, chat_line, generate_line, now
+from appliance.server.ollama.lines import (
+    NANOSECONDS,
+    WIRE,
+    LineStream,
+    chat_line,
+    generate_line,
+    now,
+)
 from appliance.server.ollama.models import is_resident, running, shown, tag, thinks
 from appliance.server.ollama.schema import (
     HARMLESS,
@@ -44,8 +53,7 @@ from appliance.server.ollama.schema import (
     unloads,
 )
 from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
-from appliance.server.ollama.vectors import embedded
-from appliance.server.openai.fim import fim_prompts
+from appliance.server.requests.answer_size import FLOAT_BYTES
 from appliance.server.requests.conversation import Conversation, conversation
 from appliance.server.requests.grammars import checked_grammar, schema_form
 from appliance.server.requests.intake import (
@@ -55,9 +63,16 @@ from appliance.server.requests.intake import (
     take_body,
     whole_response,
 )
-from appliance.server.requests.prompt import completion_prompts
+from appliance.server.requests.prompt import completion_prompts, fim_prompts
+from appliance.server.requests.schema import TermsFields
 from appliance.server.requests.thinking import template_options
 from appliance.server.requests.tools import Tools
+from appliance.server.retrieval.embedding import (
+    EmbeddingOptions,
+    embed,
+    embedding_recipe,
+    with_prompt,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -302,3 +317,49 @@ async def _respond(
             _unload(state, request, body)
 
     return EventStream(frames(), wire=WIRE, holds=answer)
+
+
+async def embedded(
+    state: ModelState,
+    request: Request,
+    model: str,
+    texts: list[str],
+    param: str,
+    dimensions: int | None = None,
+) -> Embedded:
+    """Embed texts.
+
+    Args:
+        model: the name in the request.
+        texts: may be empty.
+        param: field of the texts.
+
+    Raises:
+        RequestError: the request needs something unsupported, or the queue is full.
+    """
+    begin = time.monotonic()
+    recipe = embedding_recipe(state)
+    if not texts:
+        return Embedded(model=model, embeddings=[])
+    wanted = EmbeddingOptions(
+        with_prompt([*texts], recipe, None),
+        TermsFields(model=model),
+        request.scope,
+        param=param,
+        dimensions=dimensions,
+        bytes_per_value=FLOAT_BYTES,
+    )
+    vectors, num_tokens = await embed(state, request, wanted)
+
+    def build() -> list[list[float]]:
+        from appliance.server.retrieval.vectors import floats_of  # slow to import
+
+        return floats_of(vectors())
+
+    embeddings = await asyncio.to_thread(build)
+    return Embedded(
+        model=model,
+        embeddings=embeddings,
+        total_duration=round((time.monotonic() - begin) * NANOSECONDS),
+        prompt_eval_count=num_tokens,
+    )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.server.http.frames import DONE, FrameTemplate, data_frame
-from appliance.server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
-from appliance.server.openai.prompt_logprobs import prompt_logprobs
+from appliance.server.http.frames import FrameTemplate
+from appliance.server.openai.answers import Completion, CompletionChoice
+from appliance.server.openai.chunks import Chunks
+from appliance.server.openai.logprobs import completion_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.engine.nouns.messages import TokenLogprobs
-    from appliance.server.openai.stream_usage import StreamUsage
+    from appliance.server.openai.answers import CompletionLogprobs
+    from appliance.server.openai.chunks import StreamUsage
     from appliance.server.requests.answer import Answer
     from appliance.server.requests.exchange import Exchange
     from appliance.server.requests.pieces import FinishedChoice, Piece
-    from appliance.tokenizer import Tokenizer
 
 
-async def completion_frames(
+def completion_frames(
     exchange: Exchange, answer: Answer, *, usage: StreamUsage, echo: Sequence[str]
 ) -> AsyncGenerator[bytes, None]:
     """Yield frames: text, an empty text with the finish reason, usage, [DONE].
@@ -27,15 +27,14 @@ async def completion_frames(
     Args:
         echo: text before each choice.
     """
-    head = Completion(
+    chunk = Completion(
         id=exchange.id,
         created=exchange.created,
         model=exchange.model,
         choices=[],
         system_fingerprint=exchange.fingerprint,
     )
-    if usage.at_end:
-        head.usage = answer.usage_at(0) if usage.in_chunks else None
+    chunks = Chunks(chunk, answer, usage)
     offsets = [0] * answer.num_choices
 
     def frame(
@@ -44,8 +43,7 @@ async def completion_frames(
         logprobs: CompletionLogprobs | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
-        head.choices = [CompletionChoice(number, text, logprobs, finish_reason)]
-        return data_frame(head)
+        return chunks.frame(CompletionChoice(number, text, logprobs, finish_reason))
 
     templates: dict[int, FrameTemplate] = {}  # of choices begun
 
@@ -55,8 +53,7 @@ async def completion_frames(
             templates[number] = FrameTemplate(frame(number, FrameTemplate.MARK))
             if echo[number]:
                 frames = frame(number, echo[number])
-        if usage.in_chunks:
-            head.usage = answer.usage_at(piece.completion_tokens)
+        chunks.count(piece)
         if exchange.logprobs and (piece.text or piece.tokens):
             logprobs = completion_logprobs(piece.tokens, exchange.tokenizer, offsets[number])
             offsets[number] += sum(map(len, logprobs.tokens))
@@ -69,13 +66,7 @@ async def completion_frames(
             frames += frame(number, "", None, piece.finish_reason.value)
         return frames
 
-    async for pieces in answer.pieces():
-        yield b"".join(map(frames_of, pieces))
-    if usage.at_end:
-        head.choices = []
-        head.usage = answer.usage()
-        yield data_frame(head)
-    yield DONE
+    return chunks.frames(frames_of)
 
 
 def whole_completion(
@@ -106,22 +97,3 @@ def whole_completion(
         usage=answer.usage(),
         system_fingerprint=exchange.fingerprint,
     )
-
-
-def completion_logprobs(
-    tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int
-) -> CompletionLogprobs:
-    """Return log probabilities with each token's text; the first starts at `offset`."""
-    found = CompletionLogprobs([], [], [], [])
-    for token in tokens:
-        text = tokenizer.token_text(token.chosen.token_id)
-        top = {text: token.chosen.logprob}
-        for candidate in token.top:
-            # Among tokens with the same text, keep the likeliest.
-            top.setdefault(tokenizer.token_text(candidate.token_id), candidate.logprob)
-        found.tokens.append(text)
-        found.token_logprobs.append(token.chosen.logprob)
-        found.top_logprobs.append(top)
-        found.text_offset.append(offset)
-        offset += len(text)
-    return found

@@ -15,17 +15,14 @@ from appliance.server.http.openapi import describes
 from appliance.server.http.request_middleware import key_name
 from appliance.server.http.stream import EventStream
 from appliance.server.openai.answers import ChatCompletion, Completion, ModelCard, ModelList
-from appliance.server.openai.chat import chat_frames, whole_chat
-from appliance.server.openai.chat_calls import ChatCalls
+from appliance.server.openai.chat import ChatCalls, answer_chat, chat_frames, whole_chat
+from appliance.server.openai.chunks import StreamUsage
 from appliance.server.openai.completions import completion_frames, whole_completion
-from appliance.server.openai.fim import fim_prompts
-from appliance.server.openai.openai_chat import answer_chat
 from appliance.server.openai.scoring import EchoScoring
-from appliance.server.openai.stream_usage import StreamUsage
 from appliance.server.requests import unsupported
 from appliance.server.requests.grammars import prepare_grammar
 from appliance.server.requests.intake import once_loaded, submit, take_body, whole_response
-from appliance.server.requests.prompt import completion_prompts, prompt_text
+from appliance.server.requests.prompt import completion_prompts, fim_prompts, prompt_text
 from appliance.server.requests.sampling import limit_of
 from appliance.server.requests.schema import ChatRequest, CompletionRequest
 

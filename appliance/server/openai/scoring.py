@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
-from appliance.server.openai.completions import completion_logprobs
+from appliance.server.openai.logprobs import completion_logprobs
 from appliance.server.requests.answer import Answer
 from appliance.server.requests.answer_size import check_answer
 from appliance.server.requests.exchange import Exchange, PromptTokensDetails, Usage

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.requests.custom_tools import arguments_with, custom_offer
 from appliance.server.requests.schema import ROLES, CalledFunction, ChosenTools, FunctionName
-from appliance.server.requests.tools import Fields, Offer, Tools, allowed
+from appliance.server.requests.tools import (
+    Fields,
+    Offer,
+    Tools,
+    allowed,
+    arguments_with,
+    custom_offer,
+)
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:

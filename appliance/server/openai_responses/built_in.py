@@ -21,13 +21,13 @@ from appliance.server.openai_responses.answers import (
     ShellAction,
     ShellCallItem,
 )
-from appliance.server.requests.custom_tools import (
+from appliance.server.requests.tools import (
+    Offer,
     arguments_with,
     custom_offer,
     input_of,
     read_arguments,
 )
-from appliance.server.requests.tools import Offer
 
 if TYPE_CHECKING:
     from appliance.server.openai_responses.answers import BuiltInCall, Status

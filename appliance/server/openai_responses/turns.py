@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import logging
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,6 @@ import msgspec
 from appliance.errors import RequestError
 from appliance.log import RepeatedWarningFilter
 from appliance.server.openai_responses.built_in import BUILT_IN, CUSTOM, call_of, offer_of
-from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
 from appliance.server.requests.tools import MAX_NAME, Offer, Tools, allowed
 
@@ -18,11 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.dialects.turns import Turn
-    from appliance.server.openai_responses.schema import (
-        OutputPart,
-        ResponsesRequest,
-        ResponsesTool,
-    )
+    from appliance.server.openai_responses.schema import OutputPart, ResponsesRequest, ResponsesTool
+
+_MARK = "appliance-1:"
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedWarningFilter(3600.0))
@@ -31,7 +30,6 @@ _OUTPUTS = {
     *("function_call_output", "custom_tool_call_output"),
     *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
 }
-
 _decode = msgspec.json.Decoder(list[Item]).decode
 
 
@@ -263,3 +261,33 @@ def kinds_of(tools: Sequence[ResponsesTool] | None) -> dict[str, str]:
         for tool in tools or ()
         if tool.type == CUSTOM or tool.type in BUILT_IN
     }
+
+
+def carried(thought: str) -> str:
+    """Encode a thought as `encrypted_content`, which stateless clients send back unchanged.
+
+    Hides nothing: the answer has the thought as text too, which some clients drop.
+    """
+    return _MARK + base64.b64encode(thought.encode()).decode()
+
+
+def thought_of(content: str, where: str) -> str:
+    """Decode a thought from `carried`.
+
+    Args:
+        content: the client's text.
+        where: its place in the body.
+
+    Raises:
+        RequestError: another server encoded it.
+    """
+    try:
+        if content.startswith(_MARK):
+            return base64.b64decode(content.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        pass
+    raise RequestError(
+        f"{where}.encrypted_content was not made by this server; leave the item out",
+        param="input",
+        code="invalid_encrypted_content",
+    )

@@ -5,6 +5,7 @@ Knows no wire format.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING
@@ -14,12 +15,9 @@ from msgspec import UNSET
 from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError
 from appliance.server.metrics.metrics import RequestTimer, Seconds
-from appliance.server.requests.answer_choice import AnswerChoice
 from appliance.server.requests.exchange import CompletionTokensDetails, PromptTokensDetails, Usage
-from appliance.server.requests.merged import merged
-from appliance.server.requests.pieces import FinishedChoice, Piece
-from appliance.text.best_of import best
-from appliance.text.output import ChoiceText
+from appliance.server.requests.pieces import AnswerChoice, FinishedChoice, Piece
+from appliance.text import ChoiceText, best
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -308,3 +306,28 @@ class Answer:
 def describe_outcome(request_id: str, *, complete: bool) -> str:
     """Describe the end for the log; after a failure, with the request id."""
     return "complete" if complete else f"ended early (x-request-id {request_id or '-'})"
+
+
+async def merged(
+    generations: Sequence[Generation],
+) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
+    """Yield the deltas of several generations as they arrive, with the generation's index.
+
+    It needs no closing: it has no tasks of its own.
+
+    Args:
+        generations: sources; the caller closes them.
+
+    Raises:
+        Exception: the first failure of a generation.
+    """
+    following = dict(enumerate(generations))
+    while following:
+        changed = asyncio.get_running_loop().create_future()
+        for number, generation in list(following.items()):
+            while (delta := generation.ready()) is not None:
+                yield number, delta
+            if generation.is_over(then=changed):
+                del following[number]
+        if following:
+            await changed

@@ -1,24 +1,43 @@
-"""Reads the format that a body requests, and checks it before the engine gets it."""
+"""The grammar of an answer, from its format and tools, checked before the engine gets it."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from appliance.dialects.constrain import may_call, must_call
 from appliance.errors import RequestError
 from appliance.grammar import Grammar, GrammarKind
-from appliance.grammar.token_names import check_token_names
-from appliance.text.vocabulary import vocabulary_of
+from appliance.text import vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.engine.nouns.messages import Vocabulary
     from appliance.server.models.model_state import ModelState
+    from appliance.server.requests.conversation import Conversation
     from appliance.server.requests.schema import ResponseFormat, SamplingFields
+    from appliance.server.requests.tools import Tools
+    from appliance.tokenizer import Tokenizer
 
 _FORMATS = ("text", "json_object", "json_schema")
+OF_THE_WHOLE = ("tool_choice", "structured_outputs")  # of no tool's schema
+BLAME_SECONDS = 5.0  # to find which of a request's tools does not compile
+
+# The first match wins, so names inside texts, expressions and comments do not count.
+# What is not closed counts up to the line's end, so that no character is read twice, and nothing
+# is given back (`++`), so that `re` remembers no place to go back to for each character.
+_NAMES = re.compile(
+    r""" "(?:\\.|[^"\\\n]++)*+"? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n]++)++/?
+    | (?P<name><[^<>\s]+>) """,
+    re.VERBOSE,
+)
+_NUMBERS = re.compile(r"<\[(\^?[0-9,-]+)\]>")
 
 
 async def prepare_grammar(state: ModelState, body: SamplingFields) -> Grammar | None:
@@ -77,6 +96,32 @@ def _check_tokens(state: ModelState, vocabulary: Vocabulary, grammar: Grammar, p
         check_token_names(grammar.text, control, info.vocab_size)
     except RequestError as error:
         raise RequestError(f"{param}: {error}", param=param) from error
+
+
+def check_token_names(text: str, control: Collection[str], vocab_size: int) -> None:
+    """Check that a model has the tokens that a Lark grammar names.
+
+    Args:
+        text: of a well-formed grammar.
+        control: texts of the model's control tokens.
+        vocab_size: number of ids.
+
+    Raises:
+        RequestError: it lacks one; the message has the place.
+    """
+    for found in _NAMES.finditer(text):
+        name = found["name"]
+        if name is None or name in control or name == "<[*]>":
+            continue
+        if numbers := _NUMBERS.fullmatch(name):
+            if all(int(number) < vocab_size for number in re.findall(r"\d+", numbers[1])):
+                continue
+            problem = f"{name} is not among this model's token ids, 0 to {vocab_size - 1}"
+        else:
+            problem = f"this model has no control token {name}"
+        line = text.count("\n", 0, found.start()) + 1
+        column = found.start() - text.rfind("\n", 0, found.start())
+        raise RequestError(f"line {line}, column {column}: {problem[:400]}")
 
 
 def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
@@ -152,3 +197,87 @@ def _make(name: str, value: Any) -> Grammar:
             return Grammar(
                 GrammarKind.LARK, value
             )  # otherwise GBNF, which the limited process parses
+
+
+async def chat_grammar(
+    state: ModelState, chat: Conversation, owner: str, *, thinking: bool, continues: bool
+) -> Grammar | None:
+    """Return the grammar for the engine; None allows any answer.
+
+    Args:
+        thinking: the answer begins inside a thought.
+        continues: it continues the last turn.
+
+    Raises:
+        RequestError: two settings exclude each other, or a schema does not compile.
+    """
+    tools = chat.tools
+    form = chat.form or grammar_of(chat.sampling)
+    content = None if form is None else await checked_grammar(state, form[1], form[0])
+    if content is None and not (tools.required or tools.strict):
+        if tools.definitions:
+            expect_grammars(state)  # the next request may need one
+        return None
+    _, tokenizer = state.serving()
+    build = partial(_build, tokenizer, tools, content, thinking=thinking, continues=continues)
+    try:
+        grammar = await state.texts.run(build, owner=owner, size=chat.size)
+        if content is not None and grammar.text == content.text:
+            return grammar
+        return await checked_grammar(state, grammar, "tools")
+    except RequestError as error:
+        if error.param not in OF_THE_WHOLE:
+            await _blame(state, tools)
+        raise RequestError(error.message, param=error.param or "tools") from error
+
+
+async def _blame(state: ModelState, tools: Tools) -> None:
+    """Raise the RequestError of the tool that does not compile, if that is soon found."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + BLAME_SECONDS
+    for place, schema in zip(tools.places, (tools.schemas or {}).values(), strict=True):
+        if loop.time() < end:
+            await state.grammars.check(Grammar.schema_as_given(schema), place)
+
+
+def _build(
+    tokenizer: Tokenizer,
+    tools: Tools,
+    content: Grammar | None,
+    *,
+    thinking: bool,
+    continues: bool,
+) -> Grammar:
+    dialect = tokenizer.dialect
+    control = tokenizer.mark_ids(dialect.marks)
+    # An answer that must call has no text, so a format asks for nothing.
+    if tools.required and tools.schemas is not None:
+        wanted = {name: tools.schemas[name] for name in tools.required}
+        return must_call(
+            dialect,
+            wanted,
+            control,
+            one_call=tools.one_call,
+            thinking=thinking,
+            continues=continues,
+        )
+    closing = dialect.thought_marks.closing if thinking and dialect.thought_marks else None
+    after = None if closing is None else control.get(closing)
+    if content is not None:
+        has_marks = dialect.form.framed and (thinking or not continues)
+        if tools.schemas is None and not has_marks and (not thinking or after):
+            return msgspec.structs.replace(content, after=after)
+        if content.kind is not GrammarKind.JSON_SCHEMA:
+            raise RequestError(
+                "beside tools, and with the marks of this model, an answer's format can be a JSON "
+                "schema only",
+                param="structured_outputs",
+            )
+    return may_call(
+        dialect,
+        tools.schemas or {},
+        control,
+        thinking=thinking,
+        content=content,
+        continues=continues,
+    )

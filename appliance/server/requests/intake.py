@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from appliance.server.http.body import note_ignored, read_json
-from appliance.server.http.client_gone import unless_disconnected
+from appliance.server.http.connection import unless_disconnected
 from appliance.server.http.errors import json_response
 from appliance.server.http.frames import SERVER_SENT_EVENTS
 from appliance.server.http.request_middleware import key_name
@@ -20,11 +20,15 @@ from appliance.server.requests.answer_size import (
     check_scores,
     most_tokens,
 )
-from appliance.server.requests.beams import prepare_beams
-from appliance.server.requests.chat_grammars import chat_grammar
 from appliance.server.requests.exchange import Exchange
+from appliance.server.requests.grammars import chat_grammar
 from appliance.server.requests.prompt import chat_prompt
-from appliance.server.requests.sampling import NO_LIMIT, completion_budget, sampling_params
+from appliance.server.requests.sampling import (
+    NO_LIMIT,
+    completion_budget,
+    prepare_beams,
+    sampling_params,
+)
 from appliance.server.requests.terms import Terms
 
 if TYPE_CHECKING:

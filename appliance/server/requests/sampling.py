@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.nouns.limits import check_prompt
+import msgspec
+
+from appliance.engine.nouns.limits import check_beams, check_prompt
 from appliance.engine.nouns.sampling_params import GREEDY, SamplingParams
 from appliance.errors import ContextLengthError, RequestError
-from appliance.text.best_of import with_logprobs
+from appliance.text import stop_pieces, with_logprobs
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
+    from appliance.engine.nouns.request import Request
     from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.model_files.sampling_defaults import SamplingDefaults
+    from appliance.server.models.model_state import ModelState
     from appliance.server.requests.schema import SamplingFields
-
 
 RANDOM_SEED = -1  # in vLLM, llama.cpp and Ollama
 NO_LIMIT = -1  # of an answer's tokens, in llama.cpp and LM Studio
@@ -162,3 +166,28 @@ def _token_ids(name: str, ids: list[int] | tuple[int, ...], info: EngineInfo) ->
                 param=name,
             )
     return tuple(ids)
+
+
+async def prepare_beams(state: ModelState, requests: list[Request]) -> list[Request]:
+    """Prepare requests with beam search; return others unchanged.
+
+    Raises:
+        RequestError: the engine runs fewer sequences than the request has beams.
+    """
+    sampling = requests[0].sampling
+    if not sampling.use_beam_search:
+        return requests
+    info, tokenizer = state.serving()
+    for request in requests:
+        check_beams(
+            len(request.prompt_token_ids),
+            sampling.num_sequences,
+            max_num_seqs=info.max_num_seqs,
+            blocks=(info.num_blocks, info.block_size),
+            is_recurrent=info.state_bytes > 0,
+        )
+    if not sampling.stop:
+        return requests
+    work = partial(stop_pieces, tokenizer, sampling)
+    pieces = await state.texts.run(work, owner=requests[0].owner, size=info.vocab_size)
+    return [msgspec.structs.replace(request, stop_pieces=pieces) for request in requests]

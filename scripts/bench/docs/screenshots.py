@@ -19,7 +19,7 @@ import httpx
 
 from appliance.bench.load import Endpoint
 from appliance.bench.own_server import ServerProcess
-from appliance.bench.prompts import prompt_of
+from appliance.bench.serving import prompt_of
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls

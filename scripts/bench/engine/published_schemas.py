@@ -42,7 +42,7 @@ from appliance.errors import RequestError
 from appliance.grammar import Grammar
 from appliance.grammar.closed import close_objects
 from appliance.hub import resolve_model
-from appliance.text.vocabulary import vocabulary_of
+from appliance.text import vocabulary_of
 from appliance.tokenizer import Tokenizer
 from bench.engine.structured_output import QWEN_SIZE, greedy, grown, ids_of
 from bench.lib.command import parser_of, write_result

@@ -29,7 +29,7 @@ from appliance.engine.grammars.library import open_library
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.nouns.messages import Vocabulary
 from appliance.engine.nouns.request import Request
-from appliance.text.vocabulary import vocabulary_of
+from appliance.text import vocabulary_of
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from appliance.bench.machine import machine_facts
+from appliance.bench.report import machine_facts
 
 ROOT = Path(__file__).parents[3]
 

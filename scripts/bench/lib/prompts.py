@@ -6,7 +6,7 @@ import random
 import re
 from typing import TYPE_CHECKING
 
-from appliance.bench.prompts import WORDS
+from appliance.bench.serving import WORDS
 
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ import httpx
 from appliance.bench.load import Endpoint, LoadError
 from appliance.bench.metrics import read_metrics
 from appliance.bench.own_server import ServerProcess
-from appliance.bench.prompts import WORDS
+from appliance.bench.serving import WORDS
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 

@@ -11,7 +11,7 @@ import pytest
 from echo_templates import TOOLS
 from waiting import LIMIT, until
 
-from appliance.server.anthropic.client_tools import client_tool
+from appliance.server.anthropic.turns import client_tool
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

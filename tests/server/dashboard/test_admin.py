@@ -26,9 +26,8 @@ from appliance.events import (
 from appliance.log import MAX_RECENT, RecentWarnings
 from appliance.progress.jobs import JobFile
 from appliance.server.dashboard.admin import MAX_WATCHERS, accepts_gzip
-from appliance.server.dashboard.sequence_feed import TokenRate
-from appliance.server.dashboard.watcher import LogFeed, TokenRates
-from appliance.server.metrics.quality import ServedCard
+from appliance.server.dashboard.watcher import LogFeed, SequenceRate, TokenRates
+from appliance.server.models.model_state import ServedCard
 from appliance.stats import EngineStats, LogLine
 from tests.server.watching import EVENTS, watch
 
@@ -255,7 +254,7 @@ def test_a_watcher_is_told_new_lines_only_and_as_many_as_are_kept() -> None:
 
 
 def test_the_rate_of_a_sequence_follows_its_tokens() -> None:
-    rate = TokenRate()
+    rate = SequenceRate()
     assert rate.update(0.0, 5) == 0.0
     assert rate.update(0.5, 10) == 10.0
     assert rate.update(0.5, 10) == 10.0, "the same report twice"

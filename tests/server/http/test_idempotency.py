@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from appliance.server.http import idempotency
-from appliance.server.http.repeated import MAX_ANSWER_BYTES, SharedAnswer
+from appliance.server.http.idempotency import MAX_ANSWER_BYTES, SharedAnswer
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send

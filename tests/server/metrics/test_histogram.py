@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from appliance.server.metrics.histogram import HistogramCollector
+from appliance.server.metrics.metric_families import HistogramCollector
 
 BOUNDS = (0.002, 0.01, 1, 2.5, 60)
 

@@ -11,8 +11,8 @@ from waiting import until
 from appliance.engine.nouns.messages import SequenceDelta
 from appliance.engine.nouns.request import FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.server.openai.chunks import StreamUsage
 from appliance.server.openai.completions import completion_frames
-from appliance.server.openai.stream_usage import StreamUsage
 from appliance.server.requests.answer import MAX_TURN, Answer
 from appliance.server.requests.exchange import CompletionTokensDetails, Exchange
 

@@ -10,13 +10,13 @@ import pytest
 
 from appliance.errors import RequestError
 from appliance.server.requests import answer_size, intake
+from appliance.server.requests.answer import merged as merge
 from appliance.server.requests.answer_size import (
     MAX_LOGPROBS,
     MAX_TOKENS,
     check_answer,
     most_tokens,
 )
-from appliance.server.requests.merged import merged as merge
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve

@@ -22,9 +22,9 @@ from pydantic import BaseModel
 
 from appliance.engine.nouns.messages import SequenceDelta
 from appliance.engine.nouns.request import FinishReason
-from appliance.server.requests.answer_choice import AnswerChoice
+from appliance.server.requests.pieces import AnswerChoice
 from appliance.server.requests.terms import Terms
-from appliance.text.output import ChoiceText
+from appliance.text import ChoiceText
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from appliance.server.models.memory import settle
+from appliance.runtime import settle
 
 
 def test_what_is_there_is_kept_from_the_collector() -> None:

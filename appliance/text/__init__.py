@@ -1,1 +1,0 @@
-"""Text from token ids, as server and LLM share it."""
