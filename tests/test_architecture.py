@@ -120,7 +120,7 @@ ROOMS = {
     "server": [
         *("metrics", "http", "models", "requests", "openai", "retrieval", "openai_responses"),
         *("anthropic", "ollama", "own_model", "dashboard", "health", "app", "web_server"),
-        *("api_server", "serve"),
+        "api_server",
     ],
 }
 
@@ -307,7 +307,7 @@ def test_what_needs_no_torch_loads_none() -> None:
 
 def test_the_server_loads_nothing_that_is_large_and_not_needed() -> None:
     loaded = loaded_after(
-        "import appliance.server.app, appliance.server.serve, appliance.hub\n"
+        "import appliance.server.app, appliance.server.api_server, appliance.hub\n"
         "import appliance.engine.blocks.block_metadata, appliance.engine.process.entry"
     )
     large = {"torch", "transformers", "triton", "numpy", "gguf", "safetensors", "huggingface_hub"}

@@ -1,18 +1,20 @@
-"""A chat from question to question."""
+"""A chat from question to question, and its slash commands."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.chat.answer import ChatAnswer, NoAnswerError, fetch_answer
-from appliance.chat.dialogue import Turn
-from appliance.chat.orders import follow
+from appliance.chat.dialogue import SAMPLING, Turn
 from appliance.chat.screen import ChatScreen
-from appliance.errors import ApplianceError
+from appliance.config.setting import nearest
+from appliance.errors import ApplianceError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -96,3 +98,123 @@ async def _until_ctrl_c(answer: Coroutine[None, None, None]) -> None:
         await answer
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A slash command: its argument, its help, and a function that returns the reply."""
+
+    argument: str
+    help: str
+    run: Callable[[ChatSession, str], str]
+
+
+def follow(session: ChatSession, line: str) -> str:
+    """Run a slash command and return its reply.
+
+    Raises:
+        ConfigError: the command is unknown or its argument is wrong.
+        EOFError: the user ends the chat.
+    """
+    word, _, argument = line.partition(" ")
+    if word not in ORDERS:
+        raise ConfigError(f"there is no {word}{nearest(word, ORDERS)}")
+    return ORDERS[word].run(session, argument.strip())
+
+
+def _help(session: ChatSession, argument: str) -> str:
+    lines = [f"{f'{word} {one.argument}':22}{one.help}" for word, one in ORDERS.items()]
+    keys = [
+        'A line with """ alone begins a text of several lines, another ends it; a line that ends',
+        "with \\ goes on, too. Ctrl-C stops an answer, Ctrl-D leaves.",
+    ]
+    return "\n".join([*lines, "", *keys])
+
+
+def _system(session: ChatSession, argument: str) -> str:
+    talk = session.conversation
+    if argument:
+        talk.system = "" if argument == "none" else argument
+    return f"system prompt: {talk.system or 'none'}"
+
+
+def _clear(session: ChatSession, argument: str) -> str:
+    session.conversation.turns.clear()
+    return "the conversation begins anew"
+
+
+def _undo(session: ChatSession, argument: str) -> str:
+    if not session.conversation.turns:
+        return "there is nothing to take back"
+    turn = session.conversation.turns.pop()
+    return f"taken back: {turn.question}"
+
+
+def _retry(session: ChatSession, argument: str) -> str:
+    if not session.conversation.turns:
+        return "there is nothing to ask again"
+    turn = session.conversation.turns.pop()
+    try:
+        session.ask(turn.question)
+    except NoAnswerError:
+        session.conversation.turns.append(turn)
+        raise
+    return ""
+
+
+def _set(session: ChatSession, argument: str) -> str:
+    name, _, value = argument.partition(" ")
+    if name:
+        session.conversation.set(name, value.strip())
+    chosen = session.conversation.sampling
+    shown = ", ".join(f"{key} {value:g}" for key, value in chosen.items())
+    return f"{shown or 'all as the server has it'}; there are {', '.join(SAMPLING)}"
+
+
+def _model(session: ChatSession, argument: str) -> str:
+    if argument and argument not in session.models:
+        raise ConfigError(f"the server has no {argument!r}; it has {', '.join(session.models)}")
+    session.conversation.model = argument or session.conversation.model
+    return f"model: {session.conversation.model}; there are {', '.join(session.models)}"
+
+
+def _save(session: ChatSession, argument: str) -> str:
+    path = _path(argument)
+    session.conversation.save(path)
+    return f"saved in {path}"
+
+
+def _load(session: ChatSession, argument: str) -> str:
+    path = _path(argument)
+    session.conversation.load(path)
+    return f"{len(session.conversation.turns)} questions and answers from {path}"
+
+
+def _stats(session: ChatSession, argument: str) -> str:
+    session.shows_stats = not session.shows_stats
+    return f"the line after each answer is {'shown' if session.shows_stats else 'left out'}"
+
+
+def _leave(session: ChatSession, argument: str) -> str:
+    raise EOFError
+
+
+def _path(argument: str) -> Path:
+    if not argument:
+        raise ConfigError("name a file, such as /save talk.json")
+    return Path(argument).expanduser()
+
+
+ORDERS = {
+    "/help": Order("", "this list", _help),
+    "/system": Order("TEXT", "set the system prompt, or show it; none removes it", _system),
+    "/set": Order("NAME VALUE", "set a field of sampling; without a value, its default", _set),
+    "/model": Order("NAME", "ask another model of the server, or list them", _model),
+    "/retry": Order("", "ask the last question again", _retry),
+    "/undo": Order("", "take the last question and its answer back", _undo),
+    "/clear": Order("", "begin anew, with the same system prompt", _clear),
+    "/save": Order("FILE", "write the conversation to a file", _save),
+    "/load": Order("FILE", "go on with one", _load),
+    "/stats": Order("", "show or hide the line after each answer", _stats),
+    "/exit": Order("", "leave", _leave),
+}

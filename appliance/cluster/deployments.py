@@ -24,8 +24,8 @@ from appliance.errors import EngineError
 from appliance.hub.found_model import find_model_of
 from appliance.long_lived import start_task
 from appliance.runtime import free_host_bytes
+from appliance.server.api_server import opened_server
 from appliance.server.models.model_state import ModelToServe
-from appliance.server.serve import opened_server
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext

@@ -70,8 +70,8 @@ def chat(
 
 
 def _talk(session: ChatSession, *, keep_history: bool) -> None:
-    from appliance.chat.orders import ORDERS
     from appliance.chat.question_line import QuestionLine
+    from appliance.chat.session import ORDERS
 
     line = QuestionLine(ORDERS, cache_dir() / "chat_history" if keep_history else None)
     session.screen.note(f"{session.where}; /help lists what can be typed")

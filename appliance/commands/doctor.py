@@ -44,11 +44,10 @@ def doctor(
     Nothing is changed or fetched. The exit status is 1 if a finding is a failure.
     """
     from appliance.doctor.examination import examine, scope_of
-    from appliance.doctor.finding import Grade
+    from appliance.doctor.finding import Grade, as_line, as_markdown, summary
+    from appliance.doctor.finding import as_json as write_json
     from appliance.doctor.model_contents import CONTENTS
     from appliance.doctor.redaction import hide_keys, hide_people
-    from appliance.doctor.report import as_json as write_json
-    from appliance.doctor.report import as_line, as_markdown, summary
 
     if as_json and report:
         raise ConfigError("--json and --report were given; leave one out")

@@ -109,9 +109,8 @@ def _run(
     from appliance.hub.found_model import find_model_of
     from appliance.hub.growth import ignore_progress
     from appliance.progress.progress import ProgressLine
-    from appliance.server.api_server import none_can_be_had
+    from appliance.server.api_server import none_can_be_had, run_server
     from appliance.server.models.model_state import MissingModel, ModelToServe
-    from appliance.server.serve import run_server
     from appliance.service.notice import ServiceNotice
 
     server = settings.server

@@ -1,19 +1,25 @@
-"""The input and the result of a check."""
+"""The input and the result of a check, and results as text, as JSON and as a bug report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.config import EngineConfig, ServerConfig, TopConfig
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.hub import ResolvedModel
 
 MIB, GIB = 2**20, 2**30
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "nvidia-ml-py")
 
 
 class Grade(Enum):
@@ -77,3 +83,50 @@ class Check(Protocol):
 
 def show_gib(count: float) -> str:
     return f"{count / GIB:,.1f} GiB"
+
+
+def as_line(finding: Finding) -> str:
+    """Format a finding, with its fix on a second line."""
+    line = f"{finding.grade.value:<8} {finding.name:<16} {finding.found}"
+    return f"{line}\n{'':<26}fix: {finding.fix}" if finding.fix else line
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """Count the findings by grade."""
+    counts = Counter(finding.grade for finding in findings)
+    return ", ".join(f"{counts[grade]} {grade.value}" for grade in Grade if counts[grade])
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    rows = [
+        {"name": one.name, "status": one.grade.value, "found": one.found, "fix": one.fix}
+        for one in findings
+    ]
+    return json.dumps({"version": __version__, "findings": rows}, indent=2, ensure_ascii=False)
+
+
+def as_markdown(findings: Sequence[Finding]) -> str:
+    """Format a bug report for the user to complete; nothing is redacted yet."""
+    software = [("appliance", __version__), ("Python", platform.python_version())]
+    software += [(name, _version_of(name)) for name in _PACKAGES]
+    software.append(("system", f"{platform.system()} {platform.release()} {platform.machine()}"))
+    parts = [
+        "## What happened\n\n<!-- What did you do, what did you expect, what came instead? -->",
+        "## Versions\n\n" + "\n".join(f"- {name}: {found}" for name, found in software),
+        f"## Findings: {summary(findings)}",
+        "| status | what | found | fix |\n| --- | --- | --- | --- |\n"
+        + "\n".join(_row(finding) for finding in findings),
+    ]
+    return "\n\n".join(parts)
+
+
+def _row(finding: Finding) -> str:
+    cells = (finding.grade.value, finding.name, finding.found, finding.fix)
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from appliance.errors import RequestError
-from appliance.grammar.complement import exact_classes
 from appliance.grammar.endless import is_endless
 from appliance.grammar.keywords import (
     ASSERTIONS,
@@ -27,8 +26,8 @@ from appliance.grammar.keywords import (
     REWRITTEN,
     TYPES,
 )
-from appliance.grammar.lookahead import without_lookahead
 from appliance.grammar.negation import all_of, any_of, negated
+from appliance.grammar.patterns import exact_classes, without_lookahead
 
 Schema = Mapping[str, Any]
 Place = tuple[str, ...]

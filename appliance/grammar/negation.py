@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.grammar.complement import other_texts
 from appliance.grammar.keywords import ASSERTIONS, FORMATS, TYPES
+from appliance.grammar.patterns import other_texts
 
 if TYPE_CHECKING:
     from appliance.grammar.lowering import Lowering, Place

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from appliance.errors import RequestError
-from appliance.grammar.lookahead import outside_classes
+from appliance.grammar.patterns import outside_classes
 
 MAX_TEXT = 64 * 1024  # characters of a grammar, and of its expression
 MAX_WRITTEN = 16 * MAX_TEXT

@@ -17,9 +17,8 @@ from waiting import until
 
 from appliance.chat.answer import ChatAnswer, NoAnswerError, ServerSource, fetch_answer
 from appliance.chat.dialogue import Dialogue, Turn
-from appliance.chat.orders import ORDERS, follow
 from appliance.chat.screen import ChatScreen, printable
-from appliance.chat.session import ChatSession
+from appliance.chat.session import ORDERS, ChatSession, follow
 from appliance.errors import ConfigError
 from appliance.tui.server import Server
 

@@ -17,11 +17,10 @@ from schema_table import REFUSED as SCHEMA_REFUSED
 from appliance.docs import read
 from appliance.errors import RequestError
 from appliance.grammar.check import answer_of
-from appliance.grammar.complement import exact_classes, other_texts
 from appliance.grammar.grammar import Grammar, GrammarKind
 from appliance.grammar.keywords import COMPILED, FORMATS, REFUSED, REWRITTEN
-from appliance.grammar.lookahead import without_lookahead
 from appliance.grammar.lowering import lowered
+from appliance.grammar.patterns import exact_classes, other_texts, without_lookahead
 from appliance.grammar.source import limits, source_of
 
 JUDGE = jsonschema.Draft202012Validator

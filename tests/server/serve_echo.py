@@ -12,9 +12,9 @@ from appliance import log
 from appliance.config import load_settings, service_socket
 from appliance.errors import ApplianceError
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.server.api_server import run_server
 from appliance.server.http import connection
 from appliance.server.models.model_state import ModelToServe
-from appliance.server.serve import run_server
 from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:

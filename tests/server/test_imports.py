@@ -20,7 +20,7 @@ def test_the_server_s_process_loads_neither_torch_nor_transformers() -> None:
         [sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     loaded = set(result.stdout.split())
-    assert {"appliance.server.serve", "appliance.server.dashboard.admin"} <= loaded
+    assert {"appliance.server.api_server", "appliance.server.dashboard.admin"} <= loaded
     heavy = {"torch", "transformers", "triton", "huggingface_hub", "safetensors"}
     assert not loaded & heavy
 
@@ -29,7 +29,7 @@ def test_what_the_engine_waits_for_is_little() -> None:
     """The engine is told what to load before the web server and the tokenizer are imported."""
     program = (
         "import sys, appliance.commands.serve, appliance.hub.found_model\n"
-        "import appliance.server.serve; print(*sys.modules)"
+        "import appliance.server.api_server; print(*sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
@@ -37,7 +37,7 @@ def test_what_the_engine_waits_for_is_little() -> None:
     loaded = set(result.stdout.split())
     late = {"uvicorn", "tokenizers", "jinja2", "numpy", "appliance.server.app"}
     engines = {"appliance.engine.process.worker", "appliance.model.spec"}
-    assert "appliance.server.serve" in loaded
+    assert "appliance.server.api_server" in loaded
     assert not loaded & (late | engines)
 
 

@@ -14,10 +14,10 @@ from appliance import long_lived
 from appliance.config import ServiceSocket, load_settings
 from appliance.engine.process.supervisor import Supervisor
 from appliance.errors import ApplianceError, EngineError
+from appliance.server.api_server import opened_server
 from appliance.server.http import certificate
 from appliance.server.metrics.machine import MachineProbe
 from appliance.server.models.model_state import ModelToServe
-from appliance.server.serve import opened_server
 from appliance.server.web_server import WebServer
 from appliance.service.notice import ServiceNotice
 from tests.server.conftest import ECHO, Found

@@ -23,7 +23,7 @@ SERVE = (
     "appliance.commands.serve",
     "appliance.hub.found_model",
     "appliance.server.app",
-    "appliance.server.serve",
+    "appliance.server.api_server",
     "appliance.tokenizer",
     "pydantic.types",  # for typer
     "tokenizers",

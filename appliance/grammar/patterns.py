@@ -1,21 +1,27 @@
-"""Patterns whose look-ahead is replaced by patterns that have to match besides.
+"""Writes the regular expressions of schemas so that llguidance compiles them.
 
-At the beginning of a pattern `(?=X)` says that X matches there too, and `(?!X)` that it does not.
-The latter needs X's complement, which is found for a text (`(?!abc)`) and for a text after anything
-(`(?!.*abc)`).
+Look-ahead is replaced by patterns that have to match besides. At the beginning of a pattern `(?=X)`
+says that X matches there too, and `(?!X)` that it does not. The latter needs X's complement, which
+is found for a text (`(?!abc)`) and for a text after anything (`(?!.*abc)`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from appliance.errors import RequestError
-from appliance.grammar.complement import escaped, exact_classes, other_texts
 
 MAX_TEXT = 24  # characters of a text that must not come
+MAX_CHARACTERS = 32 * 1024  # of an expression
 _GROUP = re.compile(r"\(\?(?:=|!|<=|<!)")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+_SPECIAL = frozenset("\\^$.|?*+()[]{}/-&~#")
+# A class that is not closed counts too, so that no character is read twice.
+_CLASS = re.compile(r"\\.|\[\^(?P<names>\]?(?:\\.|[^\]\\]++)*+)(?P<end>\]?)", re.DOTALL)
+_QUOTED = re.compile(r'"|\\\\')
+_ANYTHING = "(?s:.*)"
+_SOMETHING = "(?s:.+)"
 
 
 def without_lookahead(pattern: str, place: tuple[str, ...]) -> list[str]:
@@ -147,3 +153,47 @@ def _without(text: str) -> str | None:
     own, other = escaped(one), f"[^{escaped(one)}\\n\\r]"
     line = f"(?:{own}{{0,{most}}}{other})*{own}{{0,{most}}}"
     return exact_classes(f"^{line}(?:$|[\\n\\r])")
+
+
+def other_texts(texts: Collection[str]) -> str | None:
+    """Return an anchored expression of all texts but these; None if it is too long.
+
+    A text differs where it first leaves the tree of the given ones, or ends within it.
+    """
+    if sum(len(text) * (len(text) + 16) for text in texts) > MAX_CHARACTERS:
+        return None
+    following: dict[str, dict[str, None]] = {"": {}}  # characters after each beginning
+    for text in texts:
+        for place, character in enumerate(text):
+            following.setdefault(text[:place], {})[character] = None
+        following.setdefault(text, {})
+    alternatives = []
+    for beginning, characters in following.items():
+        head = escaped(beginning)
+        if beginning not in texts:
+            alternatives.append(head)
+        if characters:
+            alternatives.append(f"{head}[^{escaped(''.join(characters))}]{_ANYTHING}")
+        if not characters:
+            alternatives.append(head + _SOMETHING)
+    return exact_classes(f"^(?:{'|'.join(alternatives)})$")
+
+
+def exact_classes(pattern: str) -> str:
+    """Take U+0000 out of negated classes that name a quote or a backslash.
+
+    Of a class with all control characters, llguidance lets JSON's escapes of both pass.
+    """
+    return _CLASS.sub(_without_nul, pattern)
+
+
+def _without_nul(found: re.Match[str]) -> str:
+    names = found["names"]
+    if not found["end"] or not _QUOTED.search(names):
+        return found[0]
+    return f"[^\\x00{names}]"
+
+
+def escaped(text: str) -> str:
+    """Return the expression of a text, for Rust's `regex`."""
+    return "".join(f"\\{one}" if one in _SPECIAL else one for one in text)
