@@ -58,7 +58,11 @@ class SamplingDefaults:
             if not low <= number <= high or (name == "top_k" and number % 1):
                 logger.warning(
                     "%s recommends %s %.40r, which is not between %g and %g; it is ignored",
-                    *(source, name, value, low, high),
+                    source,
+                    name,
+                    value,
+                    low,
+                    high,
                 )
                 continue
             values[name] = int(number) if name == "top_k" else number

@@ -107,8 +107,12 @@ _RULES: dict[Sequence[str], WordRules] = {
     ("falcon",): WordRules(_falcon),
     ("deepseek-llm",): WordRules(
         _in_turn(
-            *("[\r\n]", known.DEEPSEEK_LETTERS, known.DEEPSEEK_SIGNS, known.LAST_SPACE),
-            *(known.DEEPSEEK_CHINESE, _DIGIT),
+            "[\r\n]",
+            known.DEEPSEEK_LETTERS,
+            known.DEEPSEEK_SIGNS,
+            known.LAST_SPACE,
+            known.DEEPSEEK_CHINESE,
+            _DIGIT,
         )
     ),
     ("deepseek-coder",): WordRules(
@@ -119,7 +123,10 @@ _RULES: dict[Sequence[str], WordRules] = {
     ("superbpe",): WordRules(_in_turn(r"\p{N}+", known.DIGITS_FROM_RIGHT)),
     ("chameleon",): WordRules(
         _in_turn(
-            *(*known.CHAMELEON_IMAGES, known.CHAMELEON_SPACE, _DIGIT, known.CHAMELEON_SIGNS),
+            *known.CHAMELEON_IMAGES,
+            known.CHAMELEON_SPACE,
+            _DIGIT,
+            known.CHAMELEON_SIGNS,
             by_gpt2=True,
         ),
         add_bos=True,

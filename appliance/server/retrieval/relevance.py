@@ -97,7 +97,7 @@ async def begin_judging(
         )
         prompts, second_texts = [ids for ids, _ in encoded], [place for _, place in encoded]
         readings = begin_reading(
-            *(state, fields, scope, prompts, param, Pooling.CLS), second_texts=second_texts
+            state, fields, scope, prompts, param, Pooling.CLS, second_texts=second_texts
         )
         return RelevanceJob(
             readings, f"probability by the model's own head ({recipe.source})", None
