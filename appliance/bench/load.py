@@ -23,6 +23,8 @@ from appliance.errors import ApplianceError
 if TYPE_CHECKING:
     import ssl
 
+    from prometheus_client.samples import Sample
+
 TIMEOUT_SECONDS = 600.0
 
 
@@ -120,6 +122,26 @@ async def fetch(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
     """Return status and body of a GET; raises OSError without a connection."""
     transcript = await _exchange(endpoint, "GET", path, None)
     return transcript.status(), b"".join(data for _, data in transcript.body())
+
+
+async def read_metrics(endpoint: Endpoint, *names: str) -> list[Sample]:
+    """Return samples of /metrics, all or those with these prefixes; none without such a page.
+
+    Parsing a whole page takes milliseconds and disturbs a server on the same machine.
+
+    Raises:
+        OSError: the connection failed.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    status, page = await fetch(endpoint, "/metrics")
+    if status != 200:
+        return []
+    text = page.decode()
+    if names:
+        text = "".join(line for line in text.splitlines(keepends=True) if line.startswith(names))
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples]
 
 
 def latency(seconds: list[float]) -> dict[str, float]:

@@ -67,8 +67,7 @@ def bench(
 async def _measure(
     url: str | None, config: Path | None, levels: tuple[int, ...], max_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    from appliance.bench.load import Endpoint
-    from appliance.bench.metrics import read_metrics
+    from appliance.bench.load import Endpoint, read_metrics
     from appliance.bench.report import machine_facts
     from appliance.bench.serving import LoadShape, measure
     from appliance.doctor.server_facts import ask_server

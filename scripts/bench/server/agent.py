@@ -22,8 +22,7 @@ from typing import Any
 
 import httpx
 
-from appliance.bench.load import Endpoint, LoadError
-from appliance.bench.metrics import read_metrics
+from appliance.bench.load import Endpoint, LoadError, read_metrics
 from appliance.bench.own_server import ServerProcess
 from appliance.bench.serving import WORDS
 from bench.lib.command import parser_of, write_result
