@@ -16,16 +16,14 @@ from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.runtime import free_host_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from appliance.config import EngineConfig
     from appliance.kernels.cpu.structs import Isa
+    from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.operations import Backend
 
 
@@ -61,13 +59,7 @@ class Precision:
     dtype: Any
     kv_format: KVFormat  # of most layers; used in messages
     block_size: int
-    kv_layers: tuple[LayerPrecision, ...] | None = None  # if layers differ
-
-    def kv_of(self, num_layers: int) -> Sequence[LayerPrecision]:
-        return self.kv_layers or precisions(self.kv_format, num_layers)
-
-    def is_sealed(self, num_layers: int) -> bool:
-        return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
+    kv_layers: tuple[LayerPrecision, ...]  # of each layer with a cache of its own
 
 
 def choose_device(config: EngineConfig) -> torch.device | Processor:

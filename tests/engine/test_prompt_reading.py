@@ -15,7 +15,7 @@ from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.messages import SequenceDelta
 from appliance.engine.nouns.request import FinishReason, Pooling, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def load(folder: Path, executor: str = "library", **options: Any) -> LLMEngine:
     }
     config = EngineConfig(model=str(folder), **given)
     device = LateDevice() if executor == "late" else None
-    return LLMEngine(*load_parts(config, (EOS,), None, lambda stage, done, total: None, device))
+    return load_llm_engine(config, (EOS,), None, lambda stage, done, total: None, device)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

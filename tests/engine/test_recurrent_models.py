@@ -13,7 +13,7 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.cuda_graphs import StepSize
@@ -81,8 +81,7 @@ def running(folder: Path, device: Device | None = None, **options: Any) -> Itera
         "max_model_len": 256,
     }
     config = EngineConfig(**{"model": str(folder), **usual, **options})
-    parts = load_parts(config, (), None, lambda stage, done, total: None, device=device)
-    engine = LLMEngine(*parts)
+    engine = load_llm_engine(config, (), None, lambda stage, done, total: None, device)
     try:
         yield engine
     finally:

@@ -13,8 +13,7 @@ from late_device import LateDevice
 from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.memory.experts import streaming
 from appliance.model import expert_stream
 
@@ -51,7 +50,7 @@ def test_prompts_stream_experts_and_small_decode_steps_are_graphs(
         experts_on_cpu=1,
     )
     device = LateDevice()
-    engine = LLMEngine(*load_parts(config, (), None, lambda stage, done, total: None, device))
+    engine = load_llm_engine(config, (), None, lambda stage, done, total: None, device)
     (note,) = (note for note in engine.info.notes if "stay in host memory" in note)
     assert "steps of 32 rows or more stream them to the GPU instead" in note
     assert device.captures == 4  # steps of 1, 2, 4 and 8 rows

@@ -14,7 +14,7 @@ from teacher_forcing import logits_of
 
 from appliance import LLM, SamplingParams
 from appliance.doctor import machine
-from appliance.engine.load.tiers import kv_fingerprint
+from appliance.engine.load.kv_cache import kv_fingerprint
 from appliance.engine.served_model import weights_digest
 from appliance.errors import CheckpointError
 from appliance.hub.resolve import resolve_model

@@ -9,7 +9,7 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import AdapterRef, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.files import stamp_of
@@ -37,7 +37,7 @@ def load(model: Path, **options: Any) -> LLMEngine:
     }
     device = LateDevice() if given.pop("late", False) else None
     config = EngineConfig(model=str(model), **given)
-    return LLMEngine(*load_parts(config, (), None, lambda *_: None, device))
+    return load_llm_engine(config, (), None, lambda *_: None, device)
 
 
 def ref(folder: Path) -> AdapterRef:

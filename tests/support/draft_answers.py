@@ -9,7 +9,7 @@ from grammar_words import EOS, words
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.messages import Vocabulary
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams, ThoughtBudget
@@ -82,7 +82,7 @@ def requests_of(vocab_size: int) -> list[Request]:
 def load(folder: Path, device: Device | None = None, **options: Any) -> LLMEngine:
     usual = {"threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 160}
     config = EngineConfig(**{"model": str(folder), "speculate": "off", **usual, **options})
-    engine = LLMEngine(*load_parts(config, (EOS,), None, lambda *_: None, device))
+    engine = load_llm_engine(config, (EOS,), None, lambda *_: None, device)
     known = words()
     engine.set_vocabulary(Vocabulary(known.tokens, known.special, in_order=True))
     return engine

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import AdapterRef, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import EngineError
@@ -41,8 +41,7 @@ def loaded(folder: Path, device: Device | None = None, **options: Any) -> Iterat
         "kv_disk": "off",
     }
     config = EngineConfig(model=str(folder), **usual | options)
-    parts = load_parts(config, (), None, lambda stage, done, total: None, device)
-    engine = LLMEngine(*parts)
+    engine = load_llm_engine(config, (), None, lambda stage, done, total: None, device)
     try:
         yield engine
     finally:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.devices import device_name
-from appliance.engine.load.kv_precision import in_words
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.served_model import fingerprint_of
 from appliance.kernels.arrays import dtype_name
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
-    from appliance.engine.load.runner_setup import RunnerParts
-    from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
+    from appliance.engine.load.memory_request import ModelMemory
+    from appliance.engine.load.runner import RunnerParts
+    from appliance.engine.memory.plan import MemoryPlan
     from appliance.engine.run.device import Device
     from appliance.model.source import ModelSource
 
@@ -23,14 +23,18 @@ def describe(
     config: EngineConfig,
     source: ModelSource,
     parts: RunnerParts,
-    plan: MemoryPlan,
+    memory: ModelMemory,
     eos_token_ids: tuple[int, ...],
     threads: int,
 ) -> EngineInfo:
-    """Build the description; the caller adds times, notes and the process's own memory."""
-    execution, weight_format = parts.execution, parts.executor.weight_format
-    precision = execution.precision
-    kv_format, router = in_words(precision), source.spec.router
+    """Build the description; the caller adds times, drafts and the process's own memory.
+
+    Args:
+        parts: with a cache that is allocated by the plan of `memory`.
+    """
+    execution, executor, plan = parts.execution, parts.executor, memory.plan
+    precision, kv_format = execution.precision, memory.request.kv_format
+    weight_format, router = executor.weight_format, source.spec.router
     arithmetic = (
         f"{weight_format} {execution.name} {precision.device} {dtype_name(precision.dtype)} "
         f"{kv_format} {precision.block_size}"
@@ -48,7 +52,7 @@ def describe(
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         max_num_seqs=config.max_num_seqs,
-        weight_bytes=parts.executor.weight_bytes,
+        weight_bytes=executor.weight_bytes,
         kv_bytes=plan.kv_bytes,
         workspace_bytes=plan.workspace_bytes,
         memory_bytes=plan.budget_bytes,
@@ -64,40 +68,40 @@ def describe(
         hidden_size=source.spec.hidden_size,
         num_experts=0 if router is None else router.num_experts,
         experts_per_token=0 if router is None else router.top_k,
+        draft_bytes=memory.request.draft_bytes,
+        ranks=() if parts.ranked is None else parts.ranked.ranks(),
+        notes=_notes(source, parts, memory),
     )
 
 
-def notes_on(
-    source: ModelSource,
-    device: Device,
-    plan: MemoryPlan,
-    request: MemoryRequest,
-    *,
-    is_enqueued: bool,
-) -> tuple[str, ...]:
-    """Return notes for the user on weights, a GPU's missing kernels and memory.
-
-    Args:
-        request: the one that the plan answers.
-        is_enqueued: no layer waits to learn which experts it needs.
-    """
-    on_host = bool(plan.host_experts.layers)
-    split = (_split_note(source, device, plan, request),) if on_host else ()
-    on_device = _torch_notes(source, device, is_enqueued=is_enqueued or on_host)
-    return (*source.notes, *source.weights.notes(), *split, *on_device, *_host_notes(plan))
+def _notes(source: ModelSource, parts: RunnerParts, memory: ModelMemory) -> tuple[str, ...]:
+    """Return notes for the user on ranks, weights, a GPU's missing kernels and memory."""
+    ranks, own_cache = parts.execution.ranks, source.spec.own_cache
+    notes = () if ranks is None else ranks.notes()
+    if parts.ranked is not None or own_cache is not None:
+        notes += cast("Any", parts.executor).notes()
+    notes += (*source.notes, *source.weights.notes())
+    on_host = bool(memory.plan.host_experts.layers)
+    if on_host:
+        notes += (_split_note(source, parts.device, memory),)
+    is_enqueued = parts.executor.is_enqueued or on_host
+    notes += _torch_notes(source, parts.device, is_enqueued=is_enqueued)
+    return notes + _host_notes(memory.plan)
 
 
-def _split_note(
-    source: ModelSource, device: Device, plan: MemoryPlan, request: MemoryRequest
-) -> str:
+def _split_note(source: ModelSource, device: Device, memory: ModelMemory) -> str:
     from appliance.engine.memory.experts.prediction import split_in_words
 
     name = device_name(device.torch_device, 1)
-    return split_in_words(source, plan, request.kv_bytes_per_token, name)
+    return split_in_words(source, memory.plan, memory.request.kv_bytes_per_token, name)
 
 
 def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> tuple[str, ...]:
-    """Note operations that run on a GPU without their own kernel."""
+    """Note operations that run on a GPU without their own kernel.
+
+    Args:
+        is_enqueued: no layer waits to learn which experts it needs.
+    """
     if not device.is_asynchronous or device.torch_device.type != "cuda":
         return ()
     if not source.spec.has_experts or is_enqueued:

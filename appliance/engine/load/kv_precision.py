@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.devices import Precision, Processor
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
 from appliance.model.spec import LatentAttentionSpec
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
 
 _FORMAT_OF_DTYPE = {
     "bfloat16": KVFormat.BF16,
@@ -95,6 +96,8 @@ def choose_kv(
         block_size=config.block_size or size,
         kv_layers=tuple(layers),
     )
+    _check_block_size(precision)
+    _check_latents(source.spec, precision)
     return precision, tuple(notes)
 
 
@@ -115,12 +118,37 @@ def _of_own_caches(
             f" {held.value}; leave it out"
         )
     size = PAGE_TOKENS if device.type == "cuda" else 16
-    return Precision(device, dtype, held, config.block_size or size)
+    layers = precisions(held, len(source.spec.cache_layers))
+    return Precision(device, dtype, held, config.block_size or size, tuple(layers))
+
+
+def _check_block_size(precision: Precision) -> None:
+    if (
+        any(layer.format.is_sealed for layer in precision.kv_layers)
+        and precision.block_size != PAGE_TOKENS
+    ):
+        raise ConfigError(
+            f"{precision.kv_format.value} KV blocks share scales between {PAGE_TOKENS} tokens, so "
+            f"--block-size {precision.block_size} cannot be; leave it out"
+        )
+
+
+def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
+    """Refuse KV formats that would change latents."""
+    formats, places = precision.kv_layers, spec.cache_places
+    for index in spec.latent_layers:
+        format = formats[places[index]].format
+        if not format.has_elements:
+            held = ", ".join(form.value for form in KVFormat if form.has_elements)
+            raise ConfigError(
+                f"layer {index} caches latents, which {format.value} blocks do not hold; choose "
+                f"--kv-cache-dtype among {held}"
+            )
 
 
 def in_words(precision: Precision) -> str:
     """Format a precision, such as "int8" or "20 layers int4-sealed, 10 layers k8v4"."""
-    counts = Counter(layer.format.value for layer in precision.kv_layers or ())
+    counts = Counter(layer.format.value for layer in precision.kv_layers)
     if len(counts) < 2:
         return precision.kv_format.value
     return ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.most_common())

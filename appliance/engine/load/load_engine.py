@@ -1,23 +1,45 @@
-"""Loads the engine for a model: one with a KV cache, or an encoder's."""
+"""Loads the engine for a model, stage by stage: one with a KV cache, or an encoder's."""
 
 from __future__ import annotations
 
+import logging
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
 
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.grammars.matchers import Matchers
+from appliance.engine.load.draft import check_speculation, load_speculator, open_draft
+from appliance.engine.load.engine_info import describe
+from appliance.engine.load.execution.choice import choose_execution
+from appliance.engine.load.kv_cache import make_kv_cache
+from appliance.engine.load.memory_request import plan_model
+from appliance.engine.load.runner import RunnerParts, load_runner
 from appliance.engine.memory.admission import Admission
 from appliance.engine.nouns.beacon import Beacon
-from appliance.engine.run.adapters.loader import configured_adapters
+from appliance.engine.nouns.moves import Rates
+from appliance.engine.run.adapters.loader import AdapterLoader, configured_adapters
+from appliance.engine.scheduling.scheduler import Scheduler
+from appliance.engine.served_model import open_served, settings_for
 from appliance.errors import ConfigError
 from appliance.model.encoder.source import reads_only
+from appliance.runtime import release_unused, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
     from appliance.engine.encoder.encoder_engine import EncoderEngine
+    from appliance.engine.memory.plan import MemoryPlan
+    from appliance.engine.run.device import Device
+    from appliance.model.executor import Executor
+    from appliance.model.source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 
 def load_engine(
@@ -42,22 +64,19 @@ def load_engine(
             config, on_progress, beacon or Beacon(), admission or Admission()
         )
     return load_llm_engine(
-        config,
-        eos_token_ids=eos_token_ids,
-        metadata=metadata,
-        on_progress=on_progress,
-        beacon=beacon,
-        admission=admission,
+        config, eos_token_ids, metadata, on_progress, beacon=beacon, admission=admission
     )
 
 
 def load_llm_engine(
     config: EngineConfig,
-    *,
     eos_token_ids: tuple[int, ...] | Callable[[], tuple[int, ...]],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
+    device: Device | None = None,
+    *,
     beacon: Beacon | None = None,
+    source: ModelSource | None = None,
     admission: Admission | None = None,
 ) -> LLMEngine:
     """Plan memory, then load a model that generates.
@@ -68,18 +87,79 @@ def load_llm_engine(
             weights are read.
         metadata: memory for block metadata; None keeps it private.
         on_progress: called with stage, done, total.
+        device: runs steps; None chooses the model's GPU or CPU.
         beacon: shows progress to other processes; None keeps it private.
+        source: the opened model; None opens `config.model`.
         admission: memory shared with other models; None takes all that is free.
 
     Raises:
         ModelError: the model cannot be read or is not supported.
         MemoryPlanError: it does not fit.
     """
-    parts = load_parts(
-        config, eos_token_ids, metadata, on_progress, beacon=beacon, admission=admission
+    begin = time.perf_counter()
+    stages = [("imports", time.monotonic())]
+    on_progress("reading the model", 0, 0)
+    source = source or open_served(config)
+    config = settings_for(config, source)
+    threads = config.threads or psutil.cpu_count(logical=False) or 1
+    execution, notes = choose_execution(config, source, threads)
+    device = device or execution.step_device(threads)
+    draft = open_draft(config, source, execution)
+    check_speculation(config, execution, device)
+    execution = execution.started(source)
+    memory = plan_model(config, source, execution, device, draft, admission or Admission())
+    execution = execution.with_host_experts(memory.plan.host_experts, config, threads)
+    stages.append(("header and plan", time.monotonic()))
+
+    executor = execution.load(source, on_progress, memory.plan.context_length, beacon)
+    release_unused()  # memory for reading the weights
+    process_bytes = _process_bytes(memory.plan, executor)
+    stages.append(("weights", time.monotonic()))
+
+    if callable(eos_token_ids):
+        eos_token_ids = eos_token_ids()
+    # A tokenizer may name tokens without logits, which the model never generates.
+    eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
+    matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()
+    adapters = AdapterLoader.of(config, source, executor)
+    kept = None if draft is None else draft.hidden_rows(executor)
+    parts = RunnerParts.of(config, execution, executor, device, memory)
+    loaded = load_runner(parts, memory, eos_token_ids, rates, matchers, adapters, kept, on_progress)
+    memory = replace(memory, plan=loaded.plan)
+    info = msgspec.structs.replace(
+        describe(config, source, parts, memory, eos_token_ids, threads),
+        load_seconds=time.perf_counter() - begin,
+        process_bytes=process_bytes,
+        num_adapters=0 if adapters is None else adapters.count,
+        drafts="" if draft is None else draft.in_words(),
     )
-    engine = LLMEngine(*parts, beacon=beacon)
-    if parts.adapters is not None:
-        for ref in configured_adapters(config):
-            engine.install_adapter(ref)
+    blocks, tiers, tier_notes = make_kv_cache(
+        config, source, memory, loaded, metadata, rates, info, execution.precision
+    )
+    stages.append(("KV cache", time.monotonic()))
+    info = msgspec.structs.replace(
+        info, notes=(*notes, *info.notes, *tier_notes), stages=tuple(stages)
+    )
+    scheduler = Scheduler(
+        blocks,
+        parts.limits,
+        eos_token_ids,
+        look_ahead=loaded.runner.depth > 0,
+        tiers=tiers,
+        speculator=load_speculator(
+            config, execution, parts.device, matchers, loaded.plan, draft, executor, kept
+        ),
+    )
+    logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
+    engine = LLMEngine(scheduler, tiers, loaded.runner, info, matchers, adapters, beacon=beacon)
+    for ref in configured_adapters(config):
+        engine.install_adapter(ref)
     return engine
+
+
+def _process_bytes(plan: MemoryPlan, executor: Executor[Any]) -> int:
+    """Return the process's bytes without the model; libraries have grown since the plan."""
+    if not plan.process_bytes:
+        return 0
+    weight_bytes = executor.weight_bytes + plan.host_experts.num_bytes
+    return max(plan.process_bytes, resident_bytes() - weight_bytes)

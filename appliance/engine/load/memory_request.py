@@ -1,36 +1,44 @@
-"""Chooses precision and requests memory before loading a model, here or for another GPU."""
+"""Requests and plans memory before loading a model, here or for another GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from math import ceil
+from typing import TYPE_CHECKING, cast
+
+import psutil
 
 from appliance.engine.blocks.block_pool import num_open_blocks
-from appliance.engine.devices import choose_device, memory_budget
-from appliance.engine.load.draft_source import open_draft
-from appliance.engine.load.execution.choice import (
-    choose_execution,
-    why_no_library,
-    why_not_native,
-)
-from appliance.engine.load.execution.native_execution import NativeExecution
-from appliance.engine.load.expert_choice import expert_choice
+from appliance.engine.devices import memory_budget
+from appliance.engine.load.draft import open_draft
+from appliance.engine.load.execution.choice import choose_execution
 from appliance.engine.load.kv_precision import choose_kv, in_words
-from appliance.engine.memory.plan import MemoryRequest
+from appliance.engine.memory.experts.split import ExpertChoice, LayerExperts
+from appliance.engine.memory.experts.streaming import LayerWork, Streaming
+from appliance.engine.memory.plan import MemoryRequest, plan_memory, settled_by_estimate
 from appliance.engine.run.adapters.loader import planned_bytes, wants_adapters
 from appliance.engine.served_model import settings_for
-from appliance.kernels.arrays import numpy_dtype
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.library import LibraryError, load_library
+from appliance.model.size import native_slot_bytes, slot_bytes
+from appliance.model.spec import ExpertsSpec
 from appliance.runtime import free_host_bytes, release_unused, resident_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
-    from appliance.engine.load.draft_source import DraftSource
+    from appliance.engine.load.draft import DraftSource
     from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.memory.admission import Admission
+    from appliance.engine.memory.plan import MemoryPlan
+    from appliance.engine.run.device import Device
     from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
 
 
 def request_memory(
@@ -48,10 +56,10 @@ def request_memory(
         ConfigError: the device does not support a setting.
     """
     config = settings_for(config, source)
-    precision, execution = _execution_on(config, source, gpu_bytes)
-    num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
+    execution = _execution_on(config, source, gpu_bytes)
     draft = open_draft(config, source, execution)
-    return execution, memory_of(config, source, precision, execution, num_open, draft, gpu_bytes)
+    num_open = _num_open_on(config, execution.precision)
+    return execution, _request(config, source, execution, num_open, draft, gpu_bytes)
 
 
 def with_other_cache(
@@ -66,8 +74,9 @@ def with_other_cache(
     Raises:
         ConfigError: the device does not support the precision.
     """
-    precision, execution = _execution_on(config, source, gpu_bytes)
-    num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
+    execution = _execution_on(config, source, gpu_bytes)
+    precision = execution.precision
+    num_open = _num_open_on(config, precision)
     return replace(
         request,
         kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
@@ -77,14 +86,54 @@ def with_other_cache(
     )
 
 
-def _execution_on(
-    config: EngineConfig, source: ModelSource, gpu_bytes: int | None
-) -> tuple[Precision, Execution]:
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """The memory of a model that is being loaded.
+
+    Attributes:
+        plan: answers the request.
+        num_open: open blocks; 0 without sealed layers.
+        is_measured: steps are run after loading to see what they take, and the rest divided then.
+    """
+
+    request: MemoryRequest
+    plan: MemoryPlan
+    num_open: int
+    is_measured: bool
+
+
+def plan_model(
+    config: EngineConfig,
+    source: ModelSource,
+    execution: Execution,
+    device: Device,
+    draft: DraftSource | None,
+    admission: Admission,
+) -> ModelMemory:
+    """Plan a model's memory here, once others have made room for it.
+
+    Raises:
+        ConfigError: model or machine do not support a setting.
+        MemoryPlanError: it does not fit.
+    """
+    num_open = _num_open(config, execution.precision, is_asynchronous=device.is_asynchronous)
+    # Steps with caches of classes were measured when these were opened.
+    measured = device.is_asynchronous and source.spec.own_cache is None
+    request = admission.plan(
+        partial(_request, config, source, execution, num_open, draft), measured=measured
+    )
+    if not measured:
+        return ModelMemory(request, plan_memory(request), num_open, is_measured=False)
+    request = settled_by_estimate(request)
+    # If the workspace is measured later, refuse only a model that cannot fit.
+    plan = plan_memory(replace(request, workspace_bytes=0))
+    return ModelMemory(request, plan, num_open, is_measured=True)
+
+
+def _execution_on(config: EngineConfig, source: ModelSource, gpu_bytes: int | None) -> Execution:
     """Choose what would run a model here, or on a GPU that need not be here."""
     if gpu_bytes is None:
-        precision, _ = choose_precision(config, source)
-        execution, _ = choose_execution(config, precision, source, config.threads or 1)
-        return precision, execution
+        return choose_execution(config, source, config.threads or 1)[0]
     import torch
 
     from appliance.engine.load.execution.fallback_execution import FallbackExecution
@@ -94,38 +143,17 @@ def _execution_on(
     gpu = torch.device("cuda")
     precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
     on_gpu = TorchExecution(precision, select_backend(gpu))
-    return precision, FallbackExecution(on_gpu) if source.fallback is not None else on_gpu
+    return FallbackExecution(on_gpu) if source.fallback is not None else on_gpu
 
 
-def choose_precision(
-    config: EngineConfig, source: ModelSource
-) -> tuple[Precision, tuple[str, ...]]:
-    """Choose device, activation dtype and KV cache format, with notes for the user.
-
-    Raises:
-        ConfigError: the device does not support a setting.
-    """
-    device = choose_device(config)
-    name = "bfloat16" if config.dtype == "auto" else config.dtype
-    in_library = device.type == "cpu" and config.kernels == "auto"
-    if in_library and why_not_native(config, source) is None:
-        return choose_kv(config, source, device, numpy_dtype(name), native=True)
-    import torch
-
-    if in_library and source.fallback is not None and why_no_library(config, source) is None:
-        dtype = getattr(torch, name)
-        return choose_kv(config, source, torch.device("cpu"), dtype, native=True)
-
-    if device.type == "cuda" and config.dtype == "auto":
-        name = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-    return choose_kv(config, source, torch.device(device.type), getattr(torch, name), native=False)
+def _num_open_on(config: EngineConfig, precision: Precision) -> int:
+    """Return the number of open blocks on a device of a kind."""
+    return _num_open(config, precision, is_asynchronous=precision.device.type == "cuda")
 
 
-def num_open_of(
-    config: EngineConfig, source: ModelSource, precision: Precision, is_asynchronous: bool
-) -> int:
+def _num_open(config: EngineConfig, precision: Precision, *, is_asynchronous: bool) -> int:
     """Return the number of open blocks; 0 without sealed layers."""
-    if not precision.is_sealed(len(source.spec.cache_layers)):
+    if not any(layer.format.is_sealed for layer in precision.kv_layers):
         return 0
     plans = 1 + int(is_asynchronous)
     return num_open_blocks(
@@ -133,16 +161,16 @@ def num_open_of(
     )
 
 
-def memory_of(
+def _request(
     config: EngineConfig,
     source: ModelSource,
-    precision: Precision,
     execution: Execution,
     num_open: int,
     draft: DraftSource | None,
     gpu_bytes: int | None = None,
 ) -> MemoryRequest:
     """Build the request from the memory free now, or a GPU's; see `request_memory`."""
+    precision, kv_format = execution.precision, in_words(execution.precision)
     if gpu_bytes is None:
         budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
     else:
@@ -152,7 +180,7 @@ def memory_of(
     release_unused()  # the weights need it next
     # Memory already taken is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
-    in_table = not isinstance(execution, NativeExecution)
+    in_table = not execution.in_library
     ranks = execution.ranks if precision.device.type == "cpu" else None  # a GPU plans for itself
     copies = 1 if ranks is None else ranks.size
     others = 0 if ranks is None else ranks.process_bytes(source, in_torch=in_table)
@@ -162,7 +190,7 @@ def memory_of(
         spec=source.spec,
         weight_bytes=execution.weight_bytes(source),
         kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
-        kv_format=in_words(precision),
+        kv_format=kv_format,
         block_size=precision.block_size,
         activation_bytes=execution.activation_bytes,
         budget_bytes=budget_bytes + taken,
@@ -196,3 +224,83 @@ def _rounded_bytes(
             found = narrowed(source, bits)
             if found is not None:
                 yield bits, execution.weight_bytes(found)
+
+
+def expert_choice(
+    config: EngineConfig, source: ModelSource, execution: Execution
+) -> ExpertChoice | None:
+    """Return the experts that may stay in host memory; None if nothing leaves the device.
+
+    The last layer leaves first: for a prompt it computes only the rows that sample.
+
+    Raises:
+        ConfigError: model or machine does not support the settings.
+    """
+    asked = config.experts_on_cpu
+    on_gpu = execution.precision.device.type == "cuda"
+    if asked == 0 or (asked is None and not (on_gpu and source.spec.has_experts)):
+        return None
+    numbers = [i for i, one in enumerate(source.spec.layers) if isinstance(one.mlp, ExpertsSpec)]
+    reason = _why_not(source, execution, len(numbers))
+    if reason is None and asked is not None and asked > len(numbers):
+        reason = f"{source.path.name} has experts in {len(numbers)} layers; ask for that or fewer"
+    if reason is not None:
+        if asked is None:
+            return None
+        raise ConfigError(f"--experts-on-cpu {asked} cannot be had: {reason}")
+    layers = _layers(source, execution.precision)
+    streaming = _streaming(config, source, execution.precision, list(layers.values()))
+    return ExpertChoice(tuple(layers[i] for i in reversed(numbers)), asked, streaming)
+
+
+def _why_not(source: ModelSource, execution: Execution, count: int) -> str | None:
+    if not count:
+        return f"{source.path.name} has no experts; leave it out"
+    if execution.ranks is not None and not execution.in_library:
+        return f"{execution.ranks.config.ranks_setting} divides experts; leave one of the two out"
+    if execution.in_library:
+        return "this engine runs on the CPU, where all experts are already; leave it out"
+    try:
+        load_library()
+    except LibraryError as error:
+        return str(error)
+    return None
+
+
+def _layers(source: ModelSource, precision: Precision) -> dict[int, LayerExperts]:
+    device = cast("torch.device", precision.device)
+    measures: list[Callable[[TensorSlot], float]] = [
+        partial(slot_bytes, source, device=device, dtype=precision.dtype),
+        partial(native_slot_bytes, source, dtype=precision.dtype),
+    ]
+    totals: dict[int, list[float]] = {}
+    for slot in source.slots():
+        if slot.expert is not None and slot.layer is not None:
+            sums = totals.setdefault(slot.layer, [0.0, 0.0])
+            for place, measure in enumerate(measures):
+                sums[place] += measure(slot)
+    return {
+        layer: LayerExperts(layer, int(on_device), ceil(on_host))
+        for layer, (on_device, on_host) in totals.items()
+    }
+
+
+def _streaming(
+    config: EngineConfig, source: ModelSource, precision: Precision, layers: list[LayerExperts]
+) -> Streaming:
+    """Plan streams for the layer with the largest experts."""
+    largest = max(layers, key=lambda one: one.host_bytes)
+    mlp = source.spec.layers[largest.layer].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    width = mlp.latent or source.spec.hidden_size
+    matrix = mlp.intermediate_size * width
+    work = LayerWork(
+        num_experts=mlp.router.num_experts,
+        top_k=mlp.router.top_k,
+        weights=(2 + mlp.gated) * matrix,
+        host_bytes=largest.host_bytes,
+        hidden_size=width,
+        element_bytes=precision.dtype.itemsize,
+        threads=config.threads or psutil.cpu_count(logical=False) or 1,
+    )
+    return Streaming.of(work, config.max_num_batched_tokens, matrix)

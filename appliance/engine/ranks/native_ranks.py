@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.ranks.messages import Allocate
 from appliance.engine.ranks.shared_cache import cache_bytes, describe_layers, map_cache
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
+from appliance.engine.run.moves import StateRows
 from appliance.errors import EngineError
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.cache import layer_offsets
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.engine.nouns.moves import Rates
     from appliance.engine.ranks.messages import MakeSlots, PutAdapter, Room
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
+    from appliance.engine.run.device import Device
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.native import NativeDecoder
@@ -120,6 +123,14 @@ class NativeRanks:
             num_states=num_states,
             places=map_cache(file, strides, offsets[0], counts),
         )
+
+    def watched(self, device: Device) -> Device:
+        """Return rank 0's device; the library itself watches the other ranks."""
+        return device
+
+    def state_rows(self, cache: NativeCache, device: Device, rates: Rates) -> StateRows:
+        """Return the mover of a cache's rows of recurrent state."""
+        return StateRows(cache.states, device, rates)
 
     def call(self, message: MakeSlots | PutAdapter) -> None:
         """Send all ranks one order, and wait until they have carried it out."""

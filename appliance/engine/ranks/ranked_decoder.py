@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from appliance.engine.ranks.messages import MakeSlots
-from appliance.engine.ranks.native_ranks import NativeRanks
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
-from appliance.engine.ranks.ranked_device import RankedDevice
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.kv_format import precisions
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 
     from appliance.engine.ranks.division import Division
     from appliance.engine.ranks.links.link import LinkTrial
+    from appliance.engine.ranks.native_ranks import NativeRanks
     from appliance.engine.ranks.ranked_cache import RankedCache
     from appliance.engine.ranks.started import StartedRanks
     from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.engine.ranks.work import RankWork
-    from appliance.engine.run.device import Device
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
@@ -86,12 +84,6 @@ class RankedDecoder:
     @property
     def weight_format(self) -> str:
         return self.own.weight_format
-
-    def device_of_ranks(self, device: Device) -> Device:
-        """Return rank 0's device, which watches the other ranks if torch waits for them."""
-        if isinstance(self.link, NativeRanks):
-            return device
-        return cast("Device", RankedDevice(device, self.link))
 
     def ranks(self) -> tuple[RankInfo, ...]:
         """Describe the processes, this one first; call it once the cache is allocated."""

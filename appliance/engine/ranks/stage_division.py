@@ -133,7 +133,7 @@ def _layer_bytes(
             first += num_bytes
             last += num_bytes * (spec.tied_head and slot.role is Role.EMBEDDING)
     tokens = config.max_model_len or spec.context_length
-    layers = precision.kv_of(len(spec.cache_layers))
+    layers = precision.kv_layers
     for (index, mixer), layer in zip(spec.cache_layers.items(), layers, strict=True):
         heads = mixer.num_kv_heads, mixer.head_dim
         sizes[index] += tokens * bytes_per_token(library, layer.format, *heads)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import select
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,7 +22,7 @@ from appliance.engine.ranks.messages import (
     ReplayStep,
     RunHead,
 )
-from appliance.engine.ranks.ranked_cache import RankedCache
+from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
 from appliance.engine.ranks.shared_cache import describe_layers
 from appliance.engine.ranks.torch_step import ALIGNMENT, describe_step, pack, step_tensors
 from appliance.engine.run.device import CaptureError
@@ -33,15 +34,58 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.engine.nouns.moves import Rates
     from appliance.engine.ranks.messages import MakeSlots, PutAdapter, RunStep, ToTorchRank
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
-    from appliance.engine.run.device import Device, Graph
+    from appliance.engine.run.device import Device, Event, Graph
+    from appliance.engine.run.moves import StateRows
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.decoder import Decoder
     from appliance.model.shard.shard import Part
 
+
 LOOK_SECONDS = 1e-4  # between two looks at a device's event
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDevice:
+    """Wraps the device of a single rank; see `Device`."""
+
+    device: Device
+    ranks: TorchRanks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def record(self) -> Event:
+        return _WatchedEvent(self.device.record(), self.ranks)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        self.device.synchronize()
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """See `Device`; a CPU's graph calls the function, which sends the step to all ranks."""
+        if self.device.torch_device.type == "cpu":
+            return self.device.capture(function)
+        return self.ranks.capture(self.device, function)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedEvent:
+    event: Event
+    ranks: TorchRanks
+
+    @property
+    def is_over(self) -> bool:
+        return self.event.is_over
+
+    def wait(self) -> None:
+        """Watch the other ranks meanwhile; raise EngineError if one has ended."""
+        while not self.event.is_over:
+            self.ranks.look()
+        self.event.wait()
 
 
 class TorchRanks:
@@ -115,6 +159,14 @@ class TorchRanks:
         )
         states = tuple(part.spec.state_bytes for part in parts)
         return RankedCache(cache, self, tuple(sizes), states)
+
+    def watched(self, device: Device) -> Device:
+        """Return rank 0's device, which watches the other ranks while torch waits for them."""
+        return cast("Device", RankedDevice(device, self))
+
+    def state_rows(self, cache: RankedCache, device: Device, rates: Rates) -> StateRows:
+        """Return the mover of a cache's rows of recurrent state."""
+        return RankedStateRows(cache, device, rates)
 
     @contextlib.contextmanager
     def step(self, step: RankStep) -> Iterator[None]:

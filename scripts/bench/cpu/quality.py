@@ -22,11 +22,11 @@ from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.config import EngineConfig, cache_dir
 from appliance.engine.devices import Precision
-from appliance.engine.load.execution.choice import choose_execution
+from appliance.engine.load.execution.choice import execution_for
 from appliance.errors import ModelError
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.quality.measures import Divergence
@@ -87,9 +87,9 @@ def choose(
 ) -> tuple[Execution, tuple[str, ...]]:
     """Return what `--kernels auto` executes on this CPU, and its notes for people."""
     format = KVFormat.INT4 if "int4" in formats else KVFormat(formats[0])  # INT4 may be refused
-    return choose_execution(
-        EngineConfig(kernels="auto"), Precision(CPU, dtype, format, BLOCK_SIZE), source, threads
-    )
+    layers = (LayerPrecision(format),) * len(source.spec.cache_layers)
+    precision = Precision(CPU, dtype, format, BLOCK_SIZE, layers)
+    return execution_for(EngineConfig(kernels="auto"), precision, source, threads)
 
 
 def compare(

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.quant.formats.scheme import WeightScheme
 from bench.gpu.plan import Amount
 from bench.lib.model_shapes import LLAMA_3_8B, TINY_LLAMA
 from bench.lib.synthetic import Schemes, synthetic_model
+
+if TYPE_CHECKING:
+    from appliance.engine.engine import LLMEngine
 
 GROUP, TINY_GROUP = 128, 64
 STREAMS = 64  # the most that any benchmark runs at once
@@ -61,4 +63,4 @@ def load_engine(
         )
         schemes = schemes_of(amount, weights)
         source = synthetic_model(Path(folder), config_of(amount), schemes, device)
-        return LLMEngine(*load_parts(config, (), None, lambda *progress: None, source=source))
+        return load_llm_engine(config, (), None, lambda *progress: None, source=source)

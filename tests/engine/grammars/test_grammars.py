@@ -16,7 +16,7 @@ from llguidance import LLParserLimits
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars import compiling
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.device import Device
@@ -42,7 +42,7 @@ Answer = tuple[str, FinishReason | None]
 def load(folder: Path, device: Device | None = None, **options: Any) -> LLMEngine:
     defaults = {"threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     config = EngineConfig(**{"model": str(folder), **defaults, **options})
-    engine = LLMEngine(*load_parts(config, (EOS,), None, lambda *_: None, device))
+    engine = load_llm_engine(config, (EOS,), None, lambda *_: None, device)
     engine.set_vocabulary(words())
     return engine
 
@@ -255,7 +255,7 @@ def test_a_grammar_that_becomes_too_wide_is_the_requests_fault(
 
 def test_a_model_without_an_end_token_ends_with_its_grammar(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama), threads=1)
-    engine = LLMEngine(*load_parts(config, (), None, lambda *_: None, None))
+    engine = load_llm_engine(config, (), None, lambda *_: None, None)
     engine.set_vocabulary(words())
     for grammar in (YES, Grammar.regex("z{3}"), Grammar.json_schema(PERSON)):
         assert run(engine, request("one", grammar))["one", 0][1] is FinishReason.STOP
@@ -323,7 +323,7 @@ def test_beams_refuse_grammars() -> None:
 
 def test_a_request_with_a_grammar_needs_a_vocabulary(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama), threads=1)
-    engine = LLMEngine(*load_parts(config, (), None, lambda *_: None, None))
+    engine = load_llm_engine(config, (), None, lambda *_: None, None)
     with pytest.raises(RequestError, match="vocabulary"):
         engine.submit(request("early", YES))
     engine.set_vocabulary(words())

@@ -14,7 +14,7 @@ from appliance import LLM
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.merge_order import MergeOrder
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.messages import Vocabulary
 from appliance.engine.nouns.request import FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ Found = dict[tuple[str, int], tuple[list[int], FinishReason | None]]
 def load(folder: Path, *, jumps: bool = True, in_order: bool = True, **options: Any) -> LLMEngine:
     defaults = {"model": str(folder), "threads": 1, "max_num_batched_tokens": 64}
     config = EngineConfig(**{**defaults, "speculate": "auto" if jumps else "off", **options})
-    engine = LLMEngine(*load_parts(config, (EOS,), None, lambda *_: None, None))
+    engine = load_llm_engine(config, (EOS,), None, lambda *_: None, None)
     draft_always(engine)
     known = words()
     engine.set_vocabulary(Vocabulary(known.tokens, known.special, in_order=in_order))

@@ -9,13 +9,13 @@ from expert_models import save_experts
 
 from appliance.config import EngineConfig
 from appliance.engine.devices import Precision
-from appliance.engine.load.execution.choice import choose_execution
+from appliance.engine.load.execution.choice import execution_for
 from appliance.engine.load.execution.torch_execution import TorchExecution
-from appliance.engine.load.expert_choice import expert_choice
+from appliance.engine.load.memory_request import expert_choice
 from appliance.errors import ConfigError
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.library import LibraryMissingError
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import ModelSource, open_model
 
 
@@ -27,8 +27,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_model(folder)
 
 
+LAYERS = (LayerPrecision(KVFormat.BF16),) * 2
+
+
 def precision(device: str) -> Precision:
-    return Precision(torch.device(device), torch.bfloat16, KVFormat.BF16, 32)
+    return Precision(torch.device(device), torch.bfloat16, KVFormat.BF16, 32, LAYERS)
 
 
 def on(device: str) -> TorchExecution:
@@ -69,7 +72,7 @@ def test_what_cannot_be_had_is_refused_by_name(
     config = EngineConfig(experts_on_cpu=number)
     execution: Any = on(device)
     if device == "cpu":
-        execution, _ = choose_execution(config, precision(device), opened, 1)
+        execution, _ = execution_for(config, precision(device), opened, 1)
     with pytest.raises(ConfigError, match=f"--experts-on-cpu {number} cannot be had: .*{said}"):
         expert_choice(config, opened, execution)
 
@@ -80,7 +83,7 @@ def test_without_the_library_nothing_leaves_and_a_number_is_refused(
     def missing() -> None:
         raise LibraryMissingError("the CPU library was not compiled")
 
-    monkeypatch.setattr("appliance.engine.load.expert_choice.load_library", missing)
+    monkeypatch.setattr("appliance.engine.load.memory_request.load_library", missing)
     assert expert_choice(EngineConfig(), source, on("cuda")) is None
     with pytest.raises(ConfigError, match=r"--experts-on-cpu 1 .*was not compiled"):
         expert_choice(EngineConfig(experts_on_cpu=1), source, on("cuda"))

@@ -27,13 +27,13 @@ from waiting import wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.devices import Precision
-from appliance.engine.load.execution.choice import choose_execution
+from appliance.engine.load.execution.choice import execution_for
 from appliance.engine.nouns.request import AdapterRef
 from appliance.engine.ranks import rank_process, started
 from appliance.engine.ranks.links.link import LinkPath, LinkSpeed, LinkTrial
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
@@ -341,7 +341,8 @@ def test_more_ranks_than_gpus_are_refused(
     model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    gpu = Precision(torch.device("cuda"), torch.bfloat16, KVFormat.BF16, 32)
+    layers = (LayerPrecision(KVFormat.BF16),) * 2
+    gpu = Precision(torch.device("cuda"), torch.bfloat16, KVFormat.BF16, 32, layers)
     config = EngineConfig(model=str(model[1]), tensor_parallel=2)
     with pytest.raises(ConfigError, match="needs as many GPUs, and PyTorch sees 1"):
-        choose_execution(config, gpu, open_model(model[1]), 1)
+        execution_for(config, gpu, open_model(model[1]), 1)

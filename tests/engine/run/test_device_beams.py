@@ -10,7 +10,7 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.scheduling import turns
@@ -35,7 +35,7 @@ def load(folder: Path, device: Device | None, **options: Any) -> LLMEngine:
         "kv_cache_dtype": "fp32",
     }
     config = EngineConfig(**{"model": str(folder), **defaults, **options})
-    return LLMEngine(*load_parts(config, EOS, None, lambda stage, done, total: None, device))
+    return load_llm_engine(config, EOS, None, lambda stage, done, total: None, device)
 
 
 def request(name: str, length: int, **sampling: Any) -> Request:

@@ -11,7 +11,7 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.limits import LOGIT_ROWS, SAMPLE_ROWS
 from appliance.engine.run import measure
 from appliance.engine.run.geometry import fixed_bytes, largest_step
@@ -183,7 +183,7 @@ def test_no_kernel_waits_for_a_size_that_was_not_run(
 
 def load(folder: Path, device: HostDevice, **options: Any) -> LLMEngine:
     config = EngineConfig(model=str(folder), threads=1, kernels="torch", **options)
-    return LLMEngine(*load_parts(config, (2,), None, lambda stage, done, total: None, device))
+    return load_llm_engine(config, (2,), None, lambda stage, done, total: None, device)
 
 
 def test_the_plan_is_made_of_what_was_measured(tiny_llama: Path) -> None:

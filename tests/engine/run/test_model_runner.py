@@ -14,7 +14,7 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.limits import SAMPLE_ROWS
 from appliance.engine.nouns.messages import SequenceDelta
 from appliance.engine.nouns.request import FinishReason, Request
@@ -39,7 +39,7 @@ def load_telling(
 ) -> LLMEngine:
     defaults = {"threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 64, "kernels": "torch"}
     config = EngineConfig(**{"model": str(folder), **defaults, **options})
-    return LLMEngine(*load_parts(config, (EOS,), None, on_progress, device))
+    return load_llm_engine(config, (EOS,), None, on_progress, device)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from products import exact_products
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 
@@ -38,7 +38,7 @@ def load(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Load]:
         kernels = "torch" if late else "auto"
         settings = {"threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 64} | options
         config = EngineConfig(model=str(tiny_llama), kernels=kernels, **settings)
-        return LLMEngine(*load_parts(config, (2,), None, lambda stage, done, total: None, late))
+        return load_llm_engine(config, (2,), None, lambda stage, done, total: None, late)
 
     if request.param == "device":
         with exact_products():
@@ -103,11 +103,11 @@ def test_both_kinds_of_engine_draw_the_same_numbers(tiny_llama: Path) -> None:
     config: Any = {"model": str(tiny_llama), "threads": 1, "dtype": "float32"}
     answers = []
     for kernels, device in (("auto", None), ("torch", LateDevice())):
-        parts = load_parts(
+        engine = load_llm_engine(
             EngineConfig(kernels=kernels, **config),
             (2,), None, lambda stage, done, total: None, device,
         )  # fmt: skip
-        answers.append(run(LLMEngine(*parts), asked("r", **sampling))["r", 0])
+        answers.append(run(engine, asked("r", **sampling))["r", 0])
     assert set(answers[0]) <= {50, 51, 52, 53}
     assert len(set(answers[0])) > 1
     assert answers[0] == answers[1]

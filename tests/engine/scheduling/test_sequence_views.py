@@ -9,7 +9,7 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.tiers import write_behind
@@ -26,7 +26,7 @@ Seen = list[tuple["EngineStats", tuple["SequenceView", ...]]]
 def load(folder: Path, **options: Any) -> LLMEngine:
     settings = {"threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     config = EngineConfig(model=str(folder), kv_cache_dtype="int8", **settings)
-    return LLMEngine(*load_parts(config, (), None, lambda *_: None, None))
+    return load_llm_engine(config, (), None, lambda *_: None, None)
 
 
 def tight(folder: Path, **options: Any) -> LLMEngine:

@@ -13,8 +13,8 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.draft_source import open_draft
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.draft import open_draft
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.load.memory_request import request_memory
 from appliance.engine.memory.admission import total_bytes
 from appliance.engine.memory.plan import plan_memory, workspace_bytes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def load(folder: Path, **options: Any) -> LLMEngine:
     usual: dict[str, Any] = {"threads": 1, "max_model_len": 64, "max_num_seqs": 4}
     config = EngineConfig(**{"model": str(folder), **usual, **options})
-    return LLMEngine(*load_parts(config, (), None, lambda *_: None, None))
+    return load_llm_engine(config, (), None, lambda *_: None, None)
 
 
 @pytest.mark.parametrize(

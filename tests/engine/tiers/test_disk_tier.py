@@ -17,7 +17,7 @@ from waiting import LIMIT, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.tiers import disk_tier, read_ahead, write_behind
@@ -34,7 +34,7 @@ def load(folder: Path, disk: Path | str, device: LateDevice | None = None, **opt
         **options,
     }
     config = EngineConfig(model=str(folder), **settings)
-    return LLMEngine(*load_parts(config, (), None, lambda *_: None, device))
+    return load_llm_engine(config, (), None, lambda *_: None, device)
 
 
 @pytest.fixture(autouse=True)

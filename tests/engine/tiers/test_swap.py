@@ -11,7 +11,7 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.load.loading import load_parts
+from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 
@@ -21,7 +21,7 @@ CPU_FORMATS = ["bf16", "fp32", "fp16", "int8", "fp8", "int4-rotated", "int4", "k
 def load(folder: Path, kv: str, device: LateDevice | None = None, **options: Any) -> LLMEngine:
     settings = {"threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     config = EngineConfig(model=str(folder), kv_cache_dtype=kv, **settings)
-    return LLMEngine(*load_parts(config, (), None, lambda *_: None, device))
+    return load_llm_engine(config, (), None, lambda *_: None, device)
 
 
 def request(name: str, length: int, *, seed: int = 0, **sampling: Any) -> Request:

@@ -26,7 +26,7 @@ from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.load.execution.torch_execution import TorchExecution
-from appliance.engine.load.runner_setup import RunnerParts, make_runner, plan_measured
+from appliance.engine.load.runner import RunnerParts, make_runner, plan_measured
 from appliance.engine.memory.plan import MemoryRequest
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.nouns.moves import Rates
@@ -39,7 +39,7 @@ from appliance.kernels.activation import Gating
 from appliance.kernels.adapters.launch import add_adapters, plan_adapters
 from appliance.kernels.backend import triton_backend
 from appliance.kernels.compile_ahead import compiled_ahead
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.operations import Backend, Linear
 from appliance.kernels.weight import Weight
@@ -77,7 +77,13 @@ def engine_of(
     on_progress: Callable[[str, int, int], None],
 ) -> LLMEngine:
     source = open_model(model)
-    precision = Precision(CPU, torch.bfloat16, kv_format, 32)
+    precision = Precision(
+        CPU,
+        torch.bfloat16,
+        kv_format,
+        32,
+        (LayerPrecision(kv_format),) * len(source.spec.cache_layers),
+    )
     execution = TorchExecution(precision, with_packed_weights())
     executor = execution.load(source, lambda stage, done, total: None, LIMITS.context_length)
     num_open = NUM_OPEN if kv_format.is_sealed else 0

@@ -45,7 +45,7 @@ from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.attention import launch as attention_launch
 from appliance.kernels.attention.work import AttentionWork
 from appliance.kernels.backend import REFERENCE, select_backend
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.operations import Backend
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
@@ -68,7 +68,13 @@ def engine_of(
     kv_format: KVFormat = KVFormat.FP32,
 ) -> LLMEngine:
     source = open_model(model)
-    precision = Precision(CPU, dtype, kv_format, BLOCK_SIZE)
+    precision = Precision(
+        CPU,
+        dtype,
+        kv_format,
+        BLOCK_SIZE,
+        (LayerPrecision(kv_format),) * len(source.spec.cache_layers),
+    )
     execution = TorchExecution(precision, backend)
     executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
     cache = executor.allocate_cache(

@@ -6,14 +6,15 @@ import logging
 import os
 from typing import TYPE_CHECKING, cast
 
-from appliance.engine.devices import native_engine
+from appliance.engine.devices import choose_device, native_engine
 from appliance.engine.load.execution.native_execution import NativeExecution
+from appliance.engine.load.kv_precision import choose_kv
 from appliance.engine.ranks.ranks import Ranks
 from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
+from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.native_support import why_unsupported
 
@@ -55,9 +56,49 @@ _NO_LIMIT_NOTE = (
 
 
 def choose_execution(
+    config: EngineConfig, source: ModelSource, threads: int
+) -> tuple[Execution, tuple[str, ...]]:
+    """Choose device, element types and the fastest execution available.
+
+    Returns:
+        The execution, and notes for the user.
+
+    Raises:
+        ConfigError: device or execution do not support a setting.
+    """
+    precision, kv_notes = choose_precision(config, source)
+    execution, notes = execution_for(config, precision, source, threads)
+    return execution, (*kv_notes, *notes)
+
+
+def choose_precision(
+    config: EngineConfig, source: ModelSource
+) -> tuple[Precision, tuple[str, ...]]:
+    """Choose device, activations' dtype and the KV cache's precision, with notes for the user.
+
+    Raises:
+        ConfigError: the device does not support a setting.
+    """
+    device = choose_device(config)
+    name = "bfloat16" if config.dtype == "auto" else config.dtype
+    in_library = device.type == "cpu" and config.kernels == "auto"
+    if in_library and why_not_native(config, source) is None:
+        return choose_kv(config, source, device, numpy_dtype(name), native=True)
+    import torch
+
+    if in_library and source.fallback is not None and why_no_library(config, source) is None:
+        dtype = getattr(torch, name)
+        return choose_kv(config, source, torch.device("cpu"), dtype, native=True)
+
+    if device.type == "cuda" and config.dtype == "auto":
+        name = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    return choose_kv(config, source, torch.device(device.type), getattr(torch, name), native=False)
+
+
+def execution_for(
     config: EngineConfig, precision: Precision, source: ModelSource, threads: int
 ) -> tuple[Execution, tuple[str, ...]]:
-    """Choose the fastest execution available.
+    """Choose the fastest execution available for these element types.
 
     Returns:
         The execution, and notes for the user.
@@ -70,11 +111,8 @@ def choose_execution(
     ranks = None
     if source.fallback is None:
         ranks = Ranks.of(config, source, precision, threads)
-    num_layers = len(source.spec.cache_layers)
-    _check_block_size(precision, num_layers)
-    _check_latents(source.spec, precision)
     if source.fallback is not None:
-        return choose_fallback(config, precision, source, threads)
+        return _fallback_for(config, precision, source, threads)
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = why_not_native(config, source)
         if reason is None:
@@ -92,7 +130,7 @@ def choose_execution(
     return _torch_execution(config, precision, source, ranks), tuple(notes)
 
 
-def choose_fallback(
+def _fallback_for(
     config: EngineConfig, precision: Precision, source: ModelSource, threads: int
 ) -> tuple[Execution, tuple[str, ...]]:
     """Choose the source of linears and attention for transformers' modules."""
@@ -128,8 +166,7 @@ def choose_fallback(
 def _torch_execution(
     config: EngineConfig, precision: Precision, source: ModelSource, ranks: Ranks | None = None
 ) -> TorchExecution:
-    num_layers = len(source.spec.cache_layers)
-    on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
+    on_pages = not all(layer.format.has_elements for layer in precision.kv_layers)
     if on_pages and precision.block_size != PAGE_TOKENS:
         raise ConfigError(
             f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
@@ -189,27 +226,6 @@ def _why_torch(config: EngineConfig, precision: Precision, source: ModelSource) 
     return why_not_native(config, source)
 
 
-def _check_block_size(precision: Precision, num_layers: int) -> None:
-    if precision.is_sealed(num_layers) and precision.block_size != PAGE_TOKENS:
-        raise ConfigError(
-            f"{precision.kv_format.value} KV blocks share scales between {PAGE_TOKENS} tokens, so "
-            f"--block-size {precision.block_size} cannot be; leave it out"
-        )
-
-
-def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
-    """Refuse KV formats that would change latents."""
-    formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
-    for index in spec.latent_layers:
-        format = formats[places[index]].format
-        if not format.has_elements:
-            held = ", ".join(form.value for form in KVFormat if form.has_elements)
-            raise ConfigError(
-                f"layer {index} caches latents, which {format.value} blocks do not hold; choose "
-                f"--kv-cache-dtype among {held}"
-            )
-
-
 def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
     """Return why the CPU library cannot execute a model here; None if it can."""
     if source.fallback is not None:
@@ -236,7 +252,7 @@ def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
 
     check_norm(spec.hidden_size, precision.dtype)
     check_vocabulary(spec.vocab_size)
-    formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
+    formats, places = precision.kv_layers, spec.cache_places
     for index, attention in spec.attention_layers.items():
         check_supported(
             attention.num_heads,

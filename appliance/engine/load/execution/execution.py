@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
+    from appliance.engine.memory.experts.split import ExpertsOnHost
     from appliance.engine.nouns.beacon import Beacon
     from appliance.engine.ranks.ranks import Ranks
+    from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
@@ -38,7 +41,19 @@ class Execution(Protocol):
         ...
 
     @property
+    def in_library(self) -> bool:
+        """True if the CPU library executes whole steps.
+
+        Then no row's result depends, bit for bit, on other rows of the step.
+        """
+        ...
+
+    @property
     def activation_bytes(self) -> int: ...
+
+    def step_device(self, threads: int) -> Device:
+        """Return the device that runs steps; torch takes so many threads."""
+        ...
 
     def started(self, source: ModelSource) -> Execution:
         """Start the processes of other ranks, if there are any, and measure them.
@@ -46,6 +61,12 @@ class Execution(Protocol):
         Raises:
             EngineError: a rank could not be started, or its link may not be used.
         """
+        ...
+
+    def with_host_experts(
+        self, experts: ExpertsOnHost, config: EngineConfig, threads: int
+    ) -> Execution:
+        """Leave some experts to the CPU library, if there are any; only torch does so."""
         ...
 
     def weight_bytes(self, source: ModelSource) -> int:

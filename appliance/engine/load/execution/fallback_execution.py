@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from appliance.engine.load.execution.native_execution import NativeExecution
+from appliance.engine.load.execution.torch_execution import TorchExecution, torch_step_device
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.matrices import one_by_one
-from appliance.model.fallback.operations import LibraryOperations, TorchOperations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
-    from appliance.engine.load.execution.torch_execution import TorchExecution
+    from appliance.engine.load.execution.native_execution import NativeExecution
+    from appliance.engine.memory.experts.split import ExpertsOnHost
     from appliance.engine.nouns.beacon import Beacon
+    from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor
-    from appliance.model.fallback.operations import Operations
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class FallbackExecution:
     """Wraps the execution that holds weights and cache, and samples."""
+
+    in_library: ClassVar[bool] = False
 
     inner: NativeExecution | TorchExecution
 
@@ -54,8 +57,18 @@ class FallbackExecution:
     def activation_bytes(self) -> int:
         return self.inner.activation_bytes
 
+    def step_device(self, threads: int) -> Device:
+        """Return the GPU, or the host: modules of transformers are torch's in any case."""
+        return torch_step_device(cast("torch.device", self.precision.device), threads)
+
     def started(self, source: ModelSource) -> FallbackExecution:
         """Start nothing: one process has all of the model."""
+        return self
+
+    def with_host_experts(
+        self, experts: ExpertsOnHost, config: EngineConfig, threads: int
+    ) -> FallbackExecution:
+        assert not experts.layers
         return self
 
     def weight_bytes(self, source: ModelSource) -> int:
@@ -91,14 +104,7 @@ class FallbackExecution:
     ) -> Executor[Any]:
         advance = (lambda: None) if beacon is None else beacon.advance
         dtype = cast("torch.dtype", self.precision.dtype)
-        return load_fallback(source, self._operations(), dtype, on_progress, advance)
-
-    def _operations(self) -> Operations:
-        inner = self.inner
-        if isinstance(inner, NativeExecution):
-            return LibraryOperations(inner.engine, inner.precision.dtype)
-        device = cast("torch.device", inner.precision.device)
-        return TorchOperations(inner.backend, device, inner.precision.dtype)
+        return load_fallback(source, self.inner.operations(), dtype, on_progress, advance)
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
         return self.inner.sample_tokens(spec, max_rows)

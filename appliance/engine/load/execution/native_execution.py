@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from appliance.engine.run.host_device import NativeDevice
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.penalties import cpu as penalties_on_cpu
@@ -19,20 +20,28 @@ from appliance.model.size import estimate_native_bytes, native_slot_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
+    from appliance.engine.memory.experts.split import ExpertsOnHost
     from appliance.engine.nouns.beacon import Beacon
     from appliance.engine.ranks.ranks import Ranks
+    from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor
+    from appliance.model.fallback.operations import Operations
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
 class NativeExecution:
+    in_library: ClassVar[bool] = True
+    uses_triton: ClassVar[bool] = False
+    activation_bytes: ClassVar[int] = 4  # all activations are float32
+
     precision: Precision
     engine: NativeEngine
     isa: str
@@ -44,14 +53,8 @@ class NativeExecution:
         ranks = "" if self.ranks is None else f", {self.ranks.division.in_words()}"
         return f"cpu library ({self.isa}){ranks}"
 
-    @property
-    def uses_triton(self) -> bool:
-        return False
-
-    @property
-    def activation_bytes(self) -> int:
-        """4: all activations are float32."""
-        return 4
+    def step_device(self, threads: int) -> Device:
+        return NativeDevice()
 
     def started(self, source: ModelSource) -> NativeExecution:
         """Start the processes of other ranks, if there are any; see `start_native`."""
@@ -61,8 +64,15 @@ class NativeExecution:
 
         measure = partial(native_slot_bytes, source, dtype=self.precision.dtype)
         kv_bytes = replace(self, ranks=None).kv_bytes_per_token(source.spec)
-        given = (source, measure, kv_bytes, self.precision, self.engine.library)
-        return replace(self, ranks=start_native(self.ranks, *given))
+        library = self.engine.library
+        ranks = start_native(self.ranks, source, measure, kv_bytes, self.precision, library)
+        return replace(self, ranks=ranks)
+
+    def with_host_experts(
+        self, experts: ExpertsOnHost, config: EngineConfig, threads: int
+    ) -> NativeExecution:
+        assert not experts.layers  # all are on the host already
+        return self
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count packed weights by their codes, others in `dtype`, and copies in all ranks."""
@@ -71,7 +81,7 @@ class NativeExecution:
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Divide the library's page size by its tokens."""
-        layers = self.precision.kv_of(len(spec.cache_layers))
+        layers = self.precision.kv_layers
         return sum(
             bytes_per_token(self.engine.library, layer.format, heads, width)
             for part in self._parts(spec)
@@ -80,7 +90,7 @@ class NativeExecution:
 
     def open_block_bytes(self, spec: DecoderSpec) -> int:
         """Count a block's tokens at 8 bits in the sealed layers."""
-        layers = self.precision.kv_of(len(spec.cache_layers))
+        layers = self.precision.kv_layers
         return self.precision.block_size * sum(
             bytes_per_token(self.engine.library, KVFormat.INT8, heads, width)
             for part in self._parts(spec)
@@ -116,6 +126,12 @@ class NativeExecution:
             on_progress,
             context_length=context_length,
         )
+
+    def operations(self) -> Operations:
+        """Return the linears and attention for transformers' modules."""
+        from appliance.model.fallback.operations import LibraryOperations
+
+        return LibraryOperations(self.engine, self.precision.dtype)
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
         return NativeSampling(self.engine)

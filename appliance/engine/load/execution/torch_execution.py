@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from appliance.engine.devices import native_engine
+from appliance.engine.run.host_device import HostDevice
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.sampling import batched
@@ -21,16 +23,19 @@ if TYPE_CHECKING:
 
     import torch
 
+    from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
     from appliance.engine.memory.experts.split import ExpertsOnHost
     from appliance.engine.nouns.beacon import Beacon
     from appliance.engine.ranks.ranks import Ranks
+    from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.operations import Backend, MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.model.decoder import Decoder
     from appliance.model.executor import Executor
+    from appliance.model.fallback.operations import Operations
     from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -48,6 +53,8 @@ class HostPart:
 @dataclass(frozen=True, slots=True)
 class TorchExecution:
     """The torch decoder with one backend's kernels."""
+
+    in_library: ClassVar[bool] = False
 
     precision: Precision
     backend: Backend
@@ -75,6 +82,9 @@ class TorchExecution:
     def activation_bytes(self) -> int:
         return int(self.precision.dtype.itemsize)
 
+    def step_device(self, threads: int) -> Device:
+        return torch_step_device(self._device, threads)
+
     def started(self, source: ModelSource) -> TorchExecution:
         """Start the processes of other ranks, if there are any; see `start_torch`."""
         if self.ranks is None:
@@ -87,13 +97,22 @@ class TorchExecution:
         ranks = start_torch(self.ranks, source, measure, kv_bytes, device, dtype)
         return replace(self, ranks=ranks)
 
+    def with_host_experts(
+        self, experts: ExpertsOnHost, config: EngineConfig, threads: int
+    ) -> TorchExecution:
+        """Start the CPU library for experts in host memory."""
+        if not experts.layers:
+            return self
+        engine, isa = native_engine(config, threads)
+        return replace(self, host=HostPart(experts, engine, isa.name))
+
     def weight_bytes(self, source: ModelSource) -> int:
         """Estimate the weights in the backend's layout: of all ranks, or of the fullest GPU."""
-        given = (source, self._device, self.precision.dtype)
+        device, dtype = self._device, self.precision.dtype
         if self.ranks is None:
-            return estimate_weight_bytes(*given)
+            return estimate_weight_bytes(source, device, dtype)
         return self._of_ranks(
-            estimate_weight_bytes(*given, copies=partial(portion, part))
+            estimate_weight_bytes(source, device, dtype, copies=partial(portion, part))
             for part in self.ranks.division.parts
             if isinstance(part, Shard)
         )
@@ -104,7 +123,7 @@ class TorchExecution:
 
     def kv_bytes_of(self, spec: DecoderSpec) -> int:
         """Count what one device keeps of a token, with these heads."""
-        layers = self.precision.kv_of(len(spec.cache_layers))
+        layers = self.precision.kv_layers
         return sum(
             KVPages.bytes_per_token(layer.format, *heads)
             if self.uses_triton or not layer.format.has_elements
@@ -118,7 +137,7 @@ class TorchExecution:
 
     def open_bytes_of(self, spec: DecoderSpec) -> int:
         """Count one device's, with these heads."""
-        layers = self.precision.kv_of(len(spec.cache_layers))
+        layers = self.precision.kv_layers
         return self.precision.block_size * sum(
             KVPages.bytes_per_token(KVFormat.INT8, *heads)
             for layer, heads in zip(layers, heads_of(spec), strict=True)
@@ -173,6 +192,12 @@ class TorchExecution:
         dtype = self.precision.dtype
         return self.ranks.load_torch(source, self._device, dtype, context_length, load)
 
+    def operations(self) -> Operations:
+        """Return the linears and attention for transformers' modules."""
+        from appliance.model.fallback.operations import TorchOperations
+
+        return TorchOperations(self.backend, self._device, self.precision.dtype)
+
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
         """Return Triton's sampling, or torch's.
 
@@ -196,3 +221,15 @@ class TorchExecution:
     @property
     def score_tokens(self) -> ScoreTokens:
         return self.backend.score_tokens
+
+
+def torch_step_device(device: torch.device, threads: int) -> Device:
+    """Return a GPU as the device of steps, or the host with so many threads for torch."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if device.type != "cuda":
+        return HostDevice()
+    from appliance.engine.run.cuda_device import CudaDevice
+
+    return CudaDevice(device)

@@ -9,12 +9,17 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.devices import Precision
-from appliance.engine.load.execution.choice import SCALAR_NOTE, TORCH_NOTE, choose_execution
+from appliance.engine.load.execution.choice import (
+    SCALAR_NOTE,
+    TORCH_NOTE,
+    choose_execution,
+    execution_for,
+)
 from appliance.engine.load.execution.native_execution import NativeExecution
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import open_model
 
 
@@ -28,13 +33,20 @@ from appliance.model.source import open_model
 def test_a_format_that_cannot_be_served_is_refused_before_loading(
     tiny_llama: Path, kv_format: KVFormat, device: str, kernels: str, said: str
 ) -> None:
-    config = EngineConfig(kv_cache_dtype=kv_format.value, kernels=kernels)
-    precision = Precision(torch.device(device), torch.bfloat16, kv_format, 16)
+    config = EngineConfig(
+        kv_cache_dtype=kv_format.value, kernels=kernels, device=device, block_size=16
+    )
     with pytest.raises(ConfigError, match=said):
-        choose_execution(config, precision, open_model(tiny_llama), 1)
+        choose_execution(config, open_model(tiny_llama), 1)
 
 
-CPU_BF16 = Precision(torch.device("cpu"), torch.bfloat16, KVFormat.BF16, 16)
+CPU_BF16 = Precision(
+    torch.device("cpu"),
+    torch.bfloat16,
+    KVFormat.BF16,
+    16,
+    (LayerPrecision(KVFormat.BF16),) * 2,
+)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -56,7 +68,7 @@ def test_whoever_is_served_by_torch_is_told_what_that_means(
     note: str,
     warned: int,
 ) -> None:
-    _, notes = choose_execution(EngineConfig(**settings), CPU_BF16, open_model(tiny_llama), 1)
+    _, notes = execution_for(EngineConfig(**settings), CPU_BF16, open_model(tiny_llama), 1)
     assert notes == (note,)
     assert warnings(caplog) == [note] * warned
 
@@ -73,7 +85,7 @@ def test_a_cpu_without_vector_instructions_is_told_once_that_it_is_slow(
     before = library.ap_current_isa()
     monkeypatch.setattr(library, "ap_isa_supported", lambda isa: isa == Isa.SCALAR)
     try:
-        execution, notes = choose_execution(
+        execution, notes = execution_for(
             EngineConfig(cpu_isa=choice), CPU_BF16, open_model(tiny_llama), 1
         )
     finally:

@@ -1,4 +1,7 @@
-"""Sets up the tiers below a KV cache; notes a tier that fails and continues without it."""
+"""Sets up the blocks of a KV cache and the tiers below.
+
+Notes a tier that fails, and continues without it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.engine.run.moves import DeviceMoves
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.block_metadata import BlockMetadata
+from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
@@ -19,38 +24,67 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.config import EngineConfig
-    from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.devices import Precision
+    from appliance.engine.load.memory_request import ModelMemory
+    from appliance.engine.load.runner import LoadedRunner
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.moves import Rates
-    from appliance.engine.run.moves import BlockMoves, OwnCacheRows, StateRows
+    from appliance.model.source import ModelSource
+
 
 logger = logging.getLogger(__name__)
 
 
-def load_tiers(
+def make_kv_cache(
     config: EngineConfig,
-    blocks: BlockManager,
-    moves: BlockMoves,
-    states: StateRows | OwnCacheRows | None,
+    source: ModelSource,
+    memory: ModelMemory,
+    loaded: LoadedRunner,
+    metadata: memoryview | None,
     rates: Rates,
     info: EngineInfo,
     precision: Precision,
-    host_bytes: int,
-) -> tuple[Tiers, tuple[str, ...]]:
-    """Set up host memory and disk.
+) -> tuple[BlockManager, Tiers, tuple[str, ...]]:
+    """Set up the blocks of an allocated cache, and host memory and disk below.
+
+    Args:
+        metadata: memory for block metadata; None keeps it private.
 
     Returns:
-        The tiers, and notes for the user.
+        Blocks, tiers, and notes for the user.
     """
-    device = precision.device.type
+    plan, slots = memory.plan, memory.plan.states
+    blocks = BlockManager(
+        plan.num_blocks,
+        plan.block_size,
+        metadata=BlockMetadata(metadata, num_blocks=plan.num_blocks),
+        prefix_caching=config.prefix_caching,
+        namespace=memory.request.kv_format,
+        num_open=memory.num_open,
+        states=StateSlots(slots.num_slots, slots.num_checkpoints, slots.row_bytes)
+        if slots.row_bytes
+        else None,
+        holds_copies=source.spec.own_cache is not None,
+    )
+    tiers, notes = _load_tiers(config, blocks, loaded, rates, info, precision)
+    return blocks, tiers, notes
+
+
+def _load_tiers(
+    config: EngineConfig,
+    blocks: BlockManager,
+    loaded: LoadedRunner,
+    rates: Rates,
+    info: EngineInfo,
+    precision: Precision,
+) -> tuple[Tiers, tuple[str, ...]]:
+    moves, states = loaded.moves, loaded.states
     state_bytes = 0 if states is None else states.state_bytes
     sizes = TierSizes(
         moves.block_bytes,
         moves.open_bytes,
-        host_bytes,
-        # Where they move beside steps; several GPUs wait for each block that leaves.
-        keeps_evicted=isinstance(moves, DeviceMoves) and config.prefix_caching,
+        loaded.plan.kv_host_bytes,
+        keeps_evicted=loaded.moves_beside_steps and config.prefix_caching,
         state_bytes=state_bytes,
     )
     if config.kv_disk in ("auto", "off") or not config.prefix_caching:
@@ -86,7 +120,7 @@ def load_tiers(
         f" {len(store):,} blocks of this model now; --kv-disk off keeps nothing, appliance cache rm"
         " removes it"
     )
-    clock = time.thread_time if device == "cpu" else time.perf_counter
+    clock = time.thread_time if precision.device.type == "cpu" else time.perf_counter
     save_states = None if states is None else states.save
     writes = WriteBehind(blocks, disk, moves.save, clock, save_states)
     return Tiers(blocks, sizes, rates, disk, writes), (note,)
@@ -120,7 +154,7 @@ def kv_fingerprint(
         if file.is_file():
             stat = file.stat()
             digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    for layer in precision.kv_layers or ():
+    for layer in precision.kv_layers:
         digest.update(layer.format.value.encode())
         for constant in (layer.head_scales, layer.key_mean):
             digest.update(b"-" if constant is None else constant.float().cpu().numpy().tobytes())

@@ -1,33 +1,49 @@
-"""Opens the draft model or head, and checks that it can draft for the served model."""
+"""Drafting for the served model: opens a draft model or head, checks it, builds the proposer."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.config import SELF_DRAFT
 from appliance.engine.load.execution.native_execution import NativeExecution
-from appliance.engine.run.hidden_rows import kept_bytes
-from appliance.engine.speculation.draft_blocks import scratch_blocks
+from appliance.engine.run.cuda_graphs import MOST_ROWS
+from appliance.engine.run.hidden_rows import HiddenRows, kept_bytes
+from appliance.engine.speculation.draft_blocks import DraftBlocks, scratch_blocks
+from appliance.engine.speculation.draft_model import DraftModelProposer
+from appliance.engine.speculation.proposal import ForcedProposer
+from appliance.engine.speculation.speculator import Speculator
+from appliance.engine.speculation.suffix import SuffixProposer
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.model.draft_head import HeadSource, open_head
 from appliance.model.eagle_head import open_eagle
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
+from appliance.model.native import NativeDecoder
+from appliance.model.native_loader import load_linear, load_native
 from appliance.model.native_support import why_unsupported
 from appliance.model.size import estimate_native_bytes
 from appliance.model.source import open_model
+from appliance.model.tensors import Role
 from appliance.wording import counted
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
+    from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.load.execution.execution import Execution
-    from appliance.engine.memory.plan import MemoryRequest
+    from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.draft_executor import DraftExecutor
+    from appliance.kernels.cpu.cache import NativeCache
+    from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
+
 
 MOST_PADDING = 1024  # a head's rows without a token: sizes of one vocabulary differ by less
 
@@ -73,6 +89,53 @@ class DraftSource:
         """Return the scratch blocks of its cache, after the served model's blocks."""
         return num_seqs * scratch_blocks(self.execution.precision.block_size)
 
+    def hidden_rows(self, target: Executor[Any]) -> HiddenRows | None:
+        """Return the keeper of the served model's hidden states; None if no drafter reads them."""
+        return None
+
+    def load(
+        self,
+        plan: MemoryPlan,
+        max_num_seqs: int,
+        target: Executor[Any],
+        kept: HiddenRows | None,
+    ) -> DraftModelProposer:
+        """Load the drafter's weights, and allocate its cache beside the served model's.
+
+        Args:
+            target: the served model.
+            kept: its hidden states, for a head.
+
+        Raises:
+            CheckpointError: a weight holds NaN or infinity.
+            MemoryError: the system has too little memory for the weights.
+        """
+        executor = self._weights(plan.context_length, target)
+        cache = executor.allocate_cache(
+            self.kv_format,
+            num_blocks=plan.num_blocks + self.num_scratch(max_num_seqs),
+            block_size=plan.block_size,
+        )
+        logger.info("drafts by %s, %s", self.in_words(), executor.weight_format)
+        model = self._model(executor, cache, target, kept)
+        blocks = DraftBlocks(plan.num_blocks, plan.block_size, kept)
+        return DraftModelProposer(model, blocks, self.most_tokens)
+
+    def _weights(self, context_length: int, target: Executor[Any]) -> NativeDecoder:
+        engine, dtype = self.execution.engine, self.execution.precision.dtype
+        return load_native(self.source, engine, dtype, context_length=context_length)
+
+    def _model(
+        self,
+        executor: NativeDecoder,
+        cache: NativeCache,
+        target: Executor[Any],
+        kept: HiddenRows | None,
+    ) -> DraftExecutor:
+        from appliance.engine.run.draft_executor import DraftExecutor
+
+        return DraftExecutor(executor, cache, NativeSampling(self.execution.engine))
+
     def added_to(self, request: MemoryRequest) -> MemoryRequest:
         """Return a memory request that includes the draft model.
 
@@ -103,6 +166,48 @@ class HeadDraft(DraftSource):
         reads = ", ".join(map(str, self.head.reads))
         before = f", reads the stream before layers {reads} (from 0)" if reads else ""
         return f"{DraftSource.in_words(self)}{before}"
+
+    def hidden_rows(self, target: Executor[Any]) -> HiddenRows:
+        """Return the keeper of the hidden states that the head reads."""
+        assert isinstance(target, NativeDecoder)
+        return HiddenRows(target, self.head.reads)
+
+    def _weights(self, context_length: int, target: Executor[Any]) -> NativeDecoder:
+        assert isinstance(target, NativeDecoder)
+        return load_native(
+            self.source,
+            self.execution.engine,
+            self.execution.precision.dtype,
+            context_length=context_length,
+            target=target,
+            shared=self.head.shared,
+            join=self.head.join,
+        )
+
+    def _model(
+        self,
+        executor: NativeDecoder,
+        cache: NativeCache,
+        target: Executor[Any],
+        kept: HiddenRows | None,
+    ) -> DraftExecutor:
+        import torch
+
+        from appliance.engine.run.draft_executor import HeadExecutor
+
+        assert isinstance(target, NativeDecoder)
+        assert kept is not None
+        head, engine, dtype = self.head, self.execution.engine, self.execution.precision.dtype
+        return HeadExecutor(
+            executor,
+            target if Role.HEAD in head.shared else executor,
+            cache,
+            NativeSampling(engine),
+            kept,
+            fuse=load_linear(head.source, head.fuse, engine, dtype) if head.fuse else None,
+            chains_normed=head.chains_normed,
+            names=None if head.names is None else torch.from_numpy(head.names),
+        )
 
     def added_to(self, request: MemoryRequest) -> MemoryRequest:
         """Return a memory request that includes the head and the hidden states that it reads."""
@@ -196,3 +301,62 @@ def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineCo
         )
     if reason := why_unsupported(draft):
         raise ConfigError(f"{asked}: the CPU library does not run the draft model: {reason}")
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_speculation(config: EngineConfig, execution: Execution, device: Device) -> None:
+    """Refuse a named speculation that would change answers, before anything is started.
+
+    Raises:
+        ConfigError: neither the CPU library nor a GPU executes the model.
+    """
+    if config.speculate in ("auto", "off") or _may_draft(execution, device):
+        return
+    raise ConfigError(
+        f"--speculate {config.speculate} needs a GPU or the CPU library, whose answers drafts do"
+        f" not change, and {execution.name} executes this model; use --speculate auto or off"
+    )
+
+
+def _may_draft(execution: Execution, device: Device) -> bool:
+    return execution.in_library or device.is_asynchronous
+
+
+def load_speculator(
+    config: EngineConfig,
+    execution: Execution,
+    device: Device,
+    matchers: Matchers,
+    plan: MemoryPlan,
+    draft: DraftSource | None,
+    target: Executor[Any],
+    kept: HiddenRows | None,
+) -> Speculator | None:
+    """Build the proposer of drafts; None if nothing drafts.
+
+    Drafts leave answers unchanged only if a row's result does not depend, bit for bit, on other
+    rows. The CPU library guarantees that. On a GPU the sums of a matmul depend on the number of
+    rows, as beside other requests, and an answer may differ where two tokens are nearly equal.
+
+    Args:
+        target: the served model.
+        kept: its hidden states, for a head.
+    """
+    if config.speculate == "off":
+        return None
+    if not _may_draft(execution, device):
+        logger.info("no speculation: %s executes the model", execution.name)
+        return None
+    most = config.speculate_tokens
+    if not execution.in_library:
+        most = min(most, MOST_ROWS - 1)  # beyond, no graph holds the step
+    asked_for = "" if config.speculate == "auto" else f"--speculate {config.speculate}"
+    return Speculator(
+        (ForcedProposer(matchers), SuffixProposer()),
+        matchers,
+        most,
+        asked_for=asked_for,
+        slow=None if draft is None else draft.load(plan, config.max_num_seqs, target, kept),
+    )

@@ -1,4 +1,4 @@
-"""Builds a runner for a loaded model: measures steps, divides memory, allocates."""
+"""Builds a loaded model's runner: compiles kernels, measures steps, divides memory, allocates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.memory.plan import plan_memory
-from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
+from appliance.engine.nouns.limits import SchedulerLimits
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
+from appliance.engine.run.cuda_graphs import PROMPTS
 from appliance.engine.run.geometry import Spare, fixed_bytes, largest_step
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.moves import (
@@ -27,11 +28,14 @@ from appliance.errors import ConfigError, MemoryPlanError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from appliance.config import EngineConfig
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.load.memory_request import ModelMemory
     from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
-    from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.nouns.moves import Rates
+    from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
+    from appliance.engine.run.adapters.loader import AdapterLoader
     from appliance.engine.run.device import Device
     from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.measure import StepMemory
@@ -39,8 +43,9 @@ if TYPE_CHECKING:
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.adapters.slots import AdapterSlots
-    from appliance.model.executor import Cache, Executor
+    from appliance.model.executor import Executor
     from appliance.model.fallback.own_cache import OwnCaches
+
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +63,116 @@ class RunnerParts:
     # Steps may be captured. Then the cache has one block, and one open block, more than planned,
     # for padding rows.
     with_graphs: bool
+    ranked: RankedDecoder | None = None  # the executor, if it has several processes
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        execution: Execution,
+        executor: Executor[Any],
+        device: Device,
+        memory: ModelMemory,
+    ) -> RunnerParts:
+        """Limit the steps of a model by settings and planned context.
+
+        Args:
+            device: this process's, which ranks of torch watch others by.
+        """
+        limits = SchedulerLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            memory.plan.context_length,
+            verifies=config.speculate != "off",
+        )
+        most = max(limits.sample_rows, limits.max_num_seqs + PROMPTS)
+        ranked = executor if isinstance(executor, RankedDecoder) else None
+        if ranked is not None:
+            device = ranked.link.watched(device)
+        return cls(
+            execution=execution,
+            executor=executor,
+            device=device,
+            limits=limits,
+            sample_tokens=execution.sample_tokens(executor.spec, most),
+            num_open=memory.num_open,
+            with_graphs=_may_capture(config, execution, device) and executor.is_enqueued,
+            ranked=ranked,
+        )
 
     @property
     def kv_layers(self) -> Sequence[LayerPrecision]:
-        return self.execution.precision.kv_of(len(self.executor.spec.cache_layers))
+        return self.execution.precision.kv_layers
+
+    @property
+    def moves_on_device(self) -> bool:
+        """True if a kernel gathers blocks that move; several GPUs wait for each block instead."""
+        return self.execution.uses_triton and self.ranked is None
+
+
+def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:
+    """Return True if steps can become graphs.
+
+    On a GPU plain torch functions read numbers on the host, which a captured graph would freeze.
+    """
+    if config.cuda_graphs == "off" or not device.is_asynchronous:
+        return False
+    return execution.uses_triton or device.torch_device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A runner with its cache.
+
+    Attributes:
+        moves: moves blocks between the cache and host memory.
+        states: moves rows of recurrent state; None if the model has none.
+        plan: the memory plan by which the cache was allocated.
+        moves_beside_steps: moves do not hold up steps.
+    """
+
+    runner: ModelRunner[Any]
+    moves: BlockMoves
+    states: StateRows | OwnCacheRows | None
+    plan: MemoryPlan
+    moves_beside_steps: bool
+
+
+def load_runner(
+    parts: RunnerParts,
+    memory: ModelMemory,
+    eos_token_ids: tuple[int, ...],
+    rates: Rates,
+    matchers: Matchers,
+    adapters: AdapterLoader | None,
+    kept: HiddenRows | None,
+    on_progress: Callable[[str, int, int], None],
+) -> LoadedRunner:
+    """Measure the largest steps if the plan waits for it, allocate the cache, capture graphs.
+
+    Args:
+        kept: keeps hidden states for a draft head.
+
+    Raises:
+        ConfigError: the kernels cannot be built on this machine.
+        MemoryPlanError: the measured model does not fit.
+    """
+    slots = None if adapters is None else adapters.slots
+    if slots is not None and parts.execution.uses_triton:
+        from appliance.engine.run.kernels_ahead import compile_adapters
+
+        own: Any = slots  # of this process
+        if parts.ranked is not None:
+            own = cast("RankedAdapterSlots", slots).own
+        compile_adapters(own, on_progress)
+    plan, graph_bytes = memory.plan, 0
+    if memory.is_measured:
+        plan, graph_bytes = plan_measured(parts, memory.request, on_progress)
+    runner, moves, states = make_runner(
+        parts, plan, graph_bytes, eos_token_ids, rates, matchers, slots, kept
+    )
+    runner.capture(on_progress)
+    return LoadedRunner(runner, moves, states, plan, parts.moves_on_device)
 
 
 def plan_measured(
@@ -80,8 +191,7 @@ def plan_measured(
     from appliance.engine.run.measure import graph_allowance, measure_workspace
     from appliance.model.decoder import Decoder
 
-    executor, device, limits = parts.executor, parts.device, parts.limits
-    ranked = executor if isinstance(executor, RankedDecoder) else None
+    executor, device, limits, ranked = parts.executor, parts.device, parts.limits, parts.ranked
     own = executor if ranked is None else ranked.own
     weight_bytes = max(own.weight_bytes, device.begin_peak())
 
@@ -98,7 +208,6 @@ def plan_measured(
             block_size=request.block_size,
         )
 
-    gathers = parts.execution.uses_triton and ranked is None
     with _refusals(limits):
         if parts.execution.uses_triton and isinstance(executor, Decoder):
             compile_kernels(executor, parts.kv_layers, first_steps, on_progress)
@@ -119,7 +228,7 @@ def plan_measured(
         + device.overhead()
         + fixed_bytes(largest, executor.spec.vocab_size)
         + graph_bytes
-        + (staging_bytes(block_bytes, open_bytes) if gathers else 0)
+        + (staging_bytes(block_bytes, open_bytes) if parts.moves_on_device else 0)
         + (block_bytes + open_bytes + state_bytes if parts.with_graphs else 0)
     )
     request = replace(
@@ -182,10 +291,12 @@ def make_runner(
     states: StateRows | OwnCacheRows | None = None
     if parts.executor.spec.own_cache is not None:
         states = OwnCacheRows(cast("OwnCaches", cache), memory.row_bytes)
+    elif num_states and parts.ranked is not None:
+        states = parts.ranked.link.state_rows(cache, parts.device, rates)
     elif num_states:
-        states = _state_rows(cache, parts.device, rates)
+        states = StateRows(cache.states, parts.device, rates)
     moves: BlockMoves = HostMoves(cache, rates)
-    if parts.execution.uses_triton and not isinstance(cache, RankedCache):
+    if parts.moves_on_device:
         moves = _device_moves(cache, parts.device, rates)
     sampler = Sampler(
         eos_token_ids,
@@ -214,12 +325,6 @@ def make_runner(
         graph_bytes=graph_bytes,
     )
     return runner, moves, states
-
-
-def _state_rows(cache: Cache, device: Device, rates: Rates) -> StateRows:
-    if isinstance(cache, RankedCache):
-        return RankedStateRows(cache, device, rates)
-    return StateRows(cache.states, device, rates)
 
 
 def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
