@@ -47,7 +47,7 @@ class BlockManager:
         metadata: records the state of blocks; None keeps a private record.
         prefix_caching: keep and find the content of full blocks.
         namespace: other facts that determine a block's bytes, such as weights and KV format.
-        num_open: open blocks, see `open_blocks.num_open_blocks`; 0 without sealed blocks.
+        num_open: open blocks, see `block_pool.num_open_blocks`; 0 without sealed blocks.
         states: the rows of recurrent state; None without recurrent layers.
         holds_copies: blocks only count what sequences hold elsewhere, each a copy of its own, so
             none stays shared after a fork.

@@ -174,9 +174,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         # 1 is the default, so the client may not have set it.
         for name, neutral in (
-            *(("temperature", (0.0, 1.0)), ("top_k", (0,)), ("top_p", (1.0,)), ("min_p", (0.0,))),
+            ("temperature", (0.0, 1.0)),
+            ("top_k", (0,)),
+            ("top_p", (1.0,)),
+            ("min_p", (0.0,)),
             ("repetition_penalty", (1.0,)),
-            *(("presence_penalty", (0.0,)), ("frequency_penalty", (0.0,))),
+            ("presence_penalty", (0.0,)),
+            ("frequency_penalty", (0.0,)),
         ):
             if getattr(self, name) not in neutral:
                 raise RequestError(

@@ -134,7 +134,9 @@ class Geometry:
         if size.is_adapted:
             adapter_slots = pad(adapter_slots or [], -1, -1)
         return cls(
-            *(pad(query_lens, 1, 0), pad(context_lens, 1, 0), pad(tables, table, table)),
+            pad(query_lens, 1, 0),
+            pad(context_lens, 1, 0),
+            pad(tables, table, table),
             block_size=block_size,
             num_rows=size.num_rows,
             num_decodes=size.num_singles,

@@ -42,8 +42,14 @@ ROW = np.dtype(
 
 # The fields for a step's kernels, by the names of the staging arrays.
 STAGED = (
-    *("temperature", "top_k", "top_p", "min_p"),
-    *("places", "repetition", "presence", "frequency"),
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "places",
+    "repetition",
+    "presence",
+    "frequency",
 )
 
 

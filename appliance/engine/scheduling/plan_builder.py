@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.moves import BlockCopy
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.state import State
-    from appliance.engine.tiers.planned_moves import Arrival
+    from appliance.engine.tiers.host_memory import Arrival
     from appliance.engine.tiers.tiers import Tiers
 
 
@@ -173,7 +173,7 @@ def extend(
         if victim is None:
             state.in_flight.starve(sequence)
             return
-        preempt(state, builder, victim)
+        _preempt(state, builder, victim)
     builder.add(sequence, num_tokens, copies, before)
 
 
@@ -195,7 +195,7 @@ def _extend_by_drafts(
     return True
 
 
-def preempt(state: State, builder: PlanBuilder, victim: Sequence) -> None:
+def _preempt(state: State, builder: PlanBuilder, victim: Sequence) -> None:
     """Take the blocks of a victim's unit, and its rows in this step."""
     members = victim.group.unit(victim)
     for member in members:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.moves import SavedBlock
-from appliance.engine.tiers.host_store import HostBlock
+from appliance.engine.tiers.host_memory import HostBlock
 from appliance.engine.tiers.resume import wanted_from_disk
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.moves import Rates
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
-    from appliance.engine.tiers.host_store import HostStore
+    from appliance.engine.tiers.host_memory import HostStore
 
 # Computing fewer takes about as long as finding and opening their files.
 MIN_READ_TOKENS = 64

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.engine.blocks.block_hashes import state_key
-from appliance.engine.tiers.host_store import HostBlock
+from appliance.engine.tiers.host_memory import HostBlock
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.nouns.sequence import Sequence
-    from appliance.engine.tiers.host_store import HostStore
+    from appliance.engine.tiers.host_memory import HostStore
 
 
 class Contents(Protocol):

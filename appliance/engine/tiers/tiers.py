@@ -16,8 +16,13 @@ from appliance.engine.blocks.block_hashes import is_state, state_key
 from appliance.engine.blocks.prefix_cache import Prefix
 from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.tiers.host_store import HostStore
-from appliance.engine.tiers.planned_moves import Arrival, PlannedMoves, PlannedSaves
+from appliance.engine.tiers.host_memory import (
+    Arrival,
+    HostBlock,
+    HostStore,
+    PlannedMoves,
+    PlannedSaves,
+)
 from appliance.engine.tiers.read_ahead import ReadAhead
 from appliance.engine.tiers.resume import Reservation, Resume, continuation, resume_with_state
 from appliance.engine.tiers.write_behind import num_on_disk
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier
-    from appliance.engine.tiers.host_store import HostBlock
     from appliance.engine.tiers.write_behind import WriteBehind
     from appliance.stats import EngineStats
 

@@ -9,8 +9,7 @@ from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.plan_builder import PlanBuilder
-from appliance.engine.tiers.host_store import HostBlock
-from appliance.engine.tiers.planned_moves import Arrival
+from appliance.engine.tiers.host_memory import Arrival, HostBlock
 from appliance.engine.tiers.tiers import Tiers
 
 

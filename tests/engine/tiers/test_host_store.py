@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.engine.blocks.block_hashes import block_of, is_state, state_key
 from appliance.engine.nouns.moves import SavedBlock
-from appliance.engine.tiers.host_store import HostBlock, HostStore
+from appliance.engine.tiers.host_memory import HostBlock, HostStore
 
 BLOCKS = [number.to_bytes(16, "big") for number in range(8)]
 STATES = [state_key(block) for block in BLOCKS]

@@ -1,17 +1,19 @@
-"""Keeps blocks and state checkpoints in host memory, by hash, under a cap. Imports no torch."""
+"""Host memory behind the cache: content by hash, under a cap, and a plan's moves there and back.
+
+The content is that of blocks and of state checkpoints. Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.engine.blocks.block_hashes import is_state
+from appliance.engine.nouns.moves import BlockLoad, BlockSave, SavedBlock, StateLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from appliance.engine.nouns.moves import SavedBlock
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -137,3 +139,86 @@ class HostStore:
         assert self.room_of(self._held) <= self.room_of(self._wanted.elements()) <= self._reserved
         assert self._spare_room == self.room_of(self._spare)
         assert len(self) <= self.capacity
+
+
+class Arrival(NamedTuple):
+    """A block of the cache that waits for content in host memory, or on its way there.
+
+    Attributes:
+        block: or a state's row.
+    """
+
+    block: int
+    host: HostBlock
+    open_block: int = -1
+    is_state: bool = False
+
+
+class PlannedMoves(NamedTuple):
+    """A plan's moves to host memory and back: see `Plan` and `StateMoves`."""
+
+    saves: tuple[BlockSave, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
+    state_saves: tuple[int, ...] = ()
+    state_loads: tuple[StateLoad, ...] = ()
+
+
+_NONE = PlannedMoves()
+
+
+class PlannedSaves:
+    """Saves of the plan being made, and the places for the last plan's saves."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[BlockSave, HostBlock]] = []
+        self._states: list[tuple[int, HostBlock]] = []
+        self._coming: list[HostBlock] = []
+
+    def save_block(self, block: int, open_block: int = -1) -> HostBlock:
+        """Save a block's content with the plan being made."""
+        held = HostBlock()
+        self._blocks.append((BlockSave(block, open_block), held))
+        return held
+
+    def save_state(self, row: int) -> HostBlock:
+        held = HostBlock()
+        self._states.append((row, held))
+        return held
+
+    def take(self, arrivals: Sequence[Arrival]) -> PlannedMoves:
+        """Return the moves of a complete plan."""
+        if not (arrivals or self._blocks or self._states):  # the usual case
+            self._coming = []
+            return _NONE
+        self._coming = self._planned
+        places = {host: place for place, host in enumerate(self._coming)}
+        loads, state_loads = [], []
+        for arrival in arrivals:
+            source = arrival.host.saved or places[arrival.host]
+            if arrival.is_state:
+                state_loads.append(StateLoad(arrival.block, source))
+            else:
+                loads.append(BlockLoad(arrival.block, source, arrival.open_block))
+        saves = tuple(save for save, _ in self._blocks)
+        rows = tuple(row for row, _ in self._states)
+        self._blocks.clear()
+        self._states.clear()
+        return PlannedMoves(saves, tuple(loads), rows, tuple(state_loads))
+
+    def hold(self, saved: Sequence[SavedBlock]) -> None:
+        """Keep the content that the last plan saved."""
+        for host, content in zip(self._coming, saved, strict=True):
+            host.saved = content
+        self._coming = []
+
+    def discard(self) -> None:
+        """Drop the places for failed plans."""
+        self._coming = []
+
+    def is_lost(self, held: HostBlock | None) -> bool:
+        """Return True if a place will never be filled, because its plan failed."""
+        return held is not None and held.saved is None and held not in self._planned
+
+    @property
+    def _planned(self) -> list[HostBlock]:
+        return [host for _, host in (*self._blocks, *self._states)]
