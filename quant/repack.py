@@ -13,7 +13,7 @@ from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
-from appliance.model.adapters.base_factors import FACTORS_NAME
+from appliance.model.adapters.reader import FACTORS_NAME
 from appliance.model.source import open_model
 from appliance.model_files.checkpoint import CONFIG_NAME
 from appliance.quant.formats.grouping import zero_points_of

@@ -11,10 +11,9 @@ from appliance.kernels.decoder_cache import KVCache, allocate_layer
 from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.state_spans import StateSpans
 from appliance.model.adapters.torch_slots import AdaptedRows, TorchAdapterSlots
-from appliance.model.attention import Attention
+from appliance.model.attention import Attention, LatentAttention
 from appliance.model.executor import heads_of, state_views
 from appliance.model.experts import Experts
-from appliance.model.latent_attention import LatentAttention
 from appliance.model.shard.weights import own_precisions, own_targets
 from appliance.model.spec import LatentAttentionSpec
 from appliance.model.step import Step
@@ -27,15 +26,14 @@ if TYPE_CHECKING:
     from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
-    from appliance.model.embedding import Embedding
-    from appliance.model.host_calls import HostCalls
+    from appliance.model.embedding import Embedding, TokenInputs
+    from appliance.model.host_experts import HostCalls
     from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
     from appliance.model.rope import Rope
+    from appliance.model.shard.joint import PartialEmbedding
     from appliance.model.shard.shard import Shard
-    from appliance.model.shard.vocabulary import PartialEmbedding
     from appliance.model.spec import DecoderSpec
-    from appliance.model.token_input import TokenInputs
 
 
 def _ignore() -> None:

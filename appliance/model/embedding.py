@@ -1,4 +1,7 @@
-"""Token embedding from a plain or packed matrix; unpacks only the rows it looks up."""
+"""Token embeddings: before the first layer, and those that are added after each layer.
+
+A plain or packed matrix; only the rows that are looked up are unpacked. See `TokenInputSpec`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 
 if TYPE_CHECKING:
-    from appliance.kernels.operations import Backend, RowTable
+    from appliance.kernels.activation import Activation
+    from appliance.kernels.operations import Backend, Linear, RowTable
     from appliance.kernels.weight import Weight
+    from appliance.model.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +72,48 @@ class Embedding:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """Computes the inputs of all layers, once per step.
+
+    Attributes:
+        embedding: (vocab_size, num_layers * width), with its scale.
+        projection: hidden_size to num_layers * width.
+        norm: of each layer's part of the projection.
+    """
+
+    backend: Backend
+    embedding: Embedding
+    projection: Linear
+    norm: Norm
+
+    def __call__(self, token_ids: Tensor, stream: Tensor) -> Tensor:
+        """Compute inputs from tokens (num_tokens,) and the stream (num_tokens, hidden_size).
+
+        Returns:
+            (num_tokens, num_layers, width).
+        """
+        width = self.norm.weight.shape[0]
+        projected = self.projection(stream) * stream.shape[1] ** -0.5
+        normed = self.norm.of(projected.view(-1, width), self.backend)
+        inputs = (normed + self.embedding(token_ids).view(-1, width)) * 2**-0.5
+        return inputs.view(len(token_ids), -1, width)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Adds a layer's input to the stream."""
+
+    backend: Backend
+    activation: Activation
+    gate: Linear  # hidden_size to width
+    up: Linear  # width to hidden_size
+    norm: Norm
+
+    def __call__(self, stream: Tensor, inputs: Tensor) -> Tensor:
+        """Add inputs (num_tokens, width) to the stream (num_tokens, hidden_size)."""
+        beside = torch.cat((self.gate(stream), inputs), dim=-1)
+        added = self.up(self.backend.gated_activation(beside, self.activation))
+        return stream + self.norm.of(added, self.backend)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.spec import DecoderSpec
 

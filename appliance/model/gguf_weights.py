@@ -1,4 +1,8 @@
-"""Presents a GGUF file's tensors under their Hugging Face names, in that row order."""
+"""Presents a GGUF file's tensors under their Hugging Face names, in that row order.
+
+llama.cpp orders value heads of Gated DeltaNet by their place under a key head first, then by key
+head.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, held_bytes, widened_bits
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.ggml import GgmlWeight
+from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
-from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
 from appliance.model.gguf_tensors import FUSED, OTHER_PARTS, names_of_file, unplaced
 from appliance.model.linear import LinearPart
 from appliance.model.recurrent_spec import GatedDeltaSpec
@@ -21,13 +28,13 @@ from appliance.model.tensors import Role, TensorSlot, tensor_slots
 from appliance.model.text_part import left_out
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.gguf import GGUFFile
     from appliance.kernels.weight import Weight
     from appliance.model.families.family import Family
+    from appliance.model.names import GatedDeltaNames
     from appliance.model.spec import DecoderSpec
 
 _POOLED = ("dense_2", "dense_3")  # linears that map a pooled vector
@@ -38,22 +45,6 @@ _BIASED = frozenset(
         *(Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN, Role.ROUTER),
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of a slot's numbers in a file.
-
-    Attributes:
-        stored: the file's tensor; None for a bias that it lacks, which is zero.
-        first: row of that tensor, or of an expert's matrix in it, where the slot begins.
-        rows: rows that it must have to hold other slots too; None: it is the slot's alone.
-    """
-
-    slot: TensorSlot
-    stored: str | None
-    first: int = 0
-    rows: int | None = None
 
 
 class GGUFReader(ABC):
@@ -341,6 +332,22 @@ class GGUFWeights(GGUFReader):
         return self._spec.attention_layers[slot.layer].head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a slot's numbers in a file.
+
+    Attributes:
+        stored: the file's tensor; None for a bias that it lacks, which is zero.
+        first: row of that tensor, or of an expert's matrix in it, where the slot begins.
+        rows: rows that it must have to hold other slots too; None: it is the slot's alone.
+    """
+
+    slot: TensorSlot
+    stored: str | None
+    first: int = 0
+    rows: int | None = None
+
+
 def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
     """Read each head's key and value linears and concatenate their rows."""
     rows = []
@@ -355,3 +362,63 @@ def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape without dimensions of 1, which llama.cpp's converter drops."""
     return tuple(size for size in shape if size != 1)
+
+
+def stored_rows(
+    part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
+) -> NDArray[np.int64] | None:
+    """Return each row's stored row, (out_features,) int64; None if the order is the same.
+
+    `part` is the tensor's name in its layer, without `.weight`.
+    """
+    if part in (names.qkv, names.filter):
+        before = 2 * spec.keys
+        return np.concatenate((np.arange(before), before + _tiled(spec, spec.value_dim)))
+    if part == names.gate:
+        return _tiled(spec, spec.value_dim)
+    if part in (names.share, names.decay, names.log_rates, names.decay_bias):
+        return _tiled(spec, 1)
+    return None
+
+
+def as_in_checkpoints(
+    tensor: Weight, part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
+) -> Weight:
+    """Restore the order of the last linear's inputs.
+
+    Packed columns keep their place and get an `input_order`.
+    """
+    if part != names.output:
+        return tensor
+    stored = _tiled(spec, spec.value_dim)
+    if isinstance(tensor, PackedWeight | GgmlWeight):
+        held = tensor.codes if isinstance(tensor, PackedWeight) else tensor.blocks
+        order = arrays.like(held, stored.argsort().astype(np.int32))
+        return replace(tensor, input_order=order)
+    if isinstance(tensor, Fp4Weight):
+        if spec.value_dim % tensor.group_size:
+            return tensor.dequantize()[:, stored]
+        heads = _tiled(spec, 1)
+        return replace(
+            tensor,
+            codes=_of_heads(tensor.codes, heads),
+            scale=arrays.viewed(
+                _of_heads(arrays.viewed(tensor.scale, "uint8"), heads), tensor.scale.dtype
+            ),
+        )
+    assert arrays.is_array(tensor), part
+    return tensor[:, stored]
+
+
+def _of_heads(columns: Tensor, order: NDArray[np.int64]) -> Tensor:
+    """Reorder columns (out_features, heads * width) by head."""
+    rows = columns.shape[0]
+    ordered: Tensor = columns.reshape(rows, len(order), -1)[:, order].reshape(rows, -1)
+    return ordered
+
+
+def _tiled(spec: GatedDeltaSpec, width: int) -> NDArray[np.int64]:
+    """Return each element's stored place; a value head has `width` elements."""
+    shared = spec.num_value_heads // spec.num_key_heads
+    stored = np.arange(spec.num_value_heads * width).reshape(shared, spec.num_key_heads, width)
+    return stored.swapaxes(0, 1).reshape(-1)

@@ -7,6 +7,7 @@ enqueued after `begin` in the meantime. With many rows, experts are streamed to 
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,11 +25,10 @@ from appliance.kernels.cpu.structs import (
 )
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.expert_stream import ExpertStream
-from appliance.model.host_calls import HostCalls
 from appliance.model.native_layout import gating_struct, lay_out_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
 
     from torch import Tensor
 
@@ -182,6 +182,32 @@ class HostExperts:
                 ctypes.byref(routed),
             )
         )
+
+
+class HostCalls:
+    """The calls that a step makes to the host, between pieces of work for the device.
+
+    A call takes and leaves tensors at fixed places, so a graph's replay can repeat it.
+    """
+
+    def __init__(self) -> None:
+        self._cut: Callable[[Callable[[], None]], None] | None = None
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call now, or hand it to whoever cuts."""
+        if self._cut is None:
+            call()
+        else:
+            self._cut(call)
+
+    @contextmanager
+    def cut_by(self, cut: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+        """Hand calls to `cut` instead of running them."""
+        self._cut = cut
+        try:
+            yield
+        finally:
+            self._cut = None
 
 
 def _structs(address: int, count: int) -> list[LinearStruct]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.kernels.activation import Activation
-from appliance.model.attention import Attention
-from appliance.model.embedding import Embedding
-from appliance.model.experts import Experts, LatentRows
-from appliance.model.gated_delta import GatedDelta
-from appliance.model.latent_attention import LatentAttention
+from appliance.model.attention import Attention, LatentAttention
+from appliance.model.embedding import Embedding, LayerInput, TokenInputs
+from appliance.model.experts import Experts, LatentRows, group_experts
 from appliance.model.layer_weights import (
     AttentionWeights,
     GatedDeltaWeights,
@@ -19,13 +17,10 @@ from appliance.model.layer_weights import (
 )
 from appliance.model.layers import MLP, ActivatedLinear, DecoderLayer, GatedLinear
 from appliance.model.linear import prepare_fused, stack_neighbours
-from appliance.model.mamba2 import Mamba2
+from appliance.model.recurrent import GatedDelta, Mamba2, ShortConv
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.rope import distinct_ropes
-from appliance.model.short_conv import ShortConv
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
-from appliance.model.stacked_experts import group_experts
-from appliance.model.token_input import LayerInput, TokenInputs
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.kernels.gated_activation.reference import activated
 from appliance.model.adapters.torch_slots import run_adapted
-from appliance.model.attention import Attention
-from appliance.model.latent_attention import LatentAttention
-from appliance.model.mamba2 import Mamba2
+from appliance.model.attention import Attention, LatentAttention
+from appliance.model.recurrent import Mamba2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,13 +18,12 @@ if TYPE_CHECKING:
     from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.operations import Backend, Linear
     from appliance.model.adapters.torch_slots import LayerAdapters
+    from appliance.model.embedding import LayerInput
     from appliance.model.experts import Experts
-    from appliance.model.gated_delta import GatedDelta
     from appliance.model.norm import Norm
+    from appliance.model.recurrent import GatedDelta, ShortConv
     from appliance.model.shard.joint import Joint
-    from appliance.model.short_conv import ShortConv
     from appliance.model.step import Step
-    from appliance.model.token_input import LayerInput
 
     Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDelta | Mamba2
     # Blocks of attention, or tensors (num_slots, ...) float32 of a recurrent layer's state; none

@@ -17,7 +17,7 @@ from appliance.model.embedding import Embedding
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.reader import ModelReader
 from appliance.model.rope import Rope, distinct_ropes
-from appliance.model.shard.vocabulary import PartialEmbedding, PartialHead
+from appliance.model.shard.joint import PartialEmbedding, PartialHead
 from appliance.model.shard.weights import WeightCutter
 from appliance.model.spec import ExpertsSpec
 

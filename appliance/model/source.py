@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile, starts_as_gguf
-from appliance.model.deciding_settings import deciding_settings
 from appliance.model.expert_tensors import separate_experts
-from appliance.model.fallback.from_gguf import WeightsOfClass
-from appliance.model.fallback.gguf_classes import GGUF_CLASSES
+from appliance.model.fallback.gguf_classes import GGUF_CLASSES, WeightsOfClass
 from appliance.model.families.limits import check_quantization
 from appliance.model.families.registry import (
     family_of_gguf,
@@ -24,7 +22,7 @@ from appliance.model.gguf_tensors import names_of_file, with_stored_biases
 from appliance.model.gguf_weights import GGUFReader, GGUFWeights
 from appliance.model.leftovers import leftover_notes, leftover_problems, leftovers
 from appliance.model.spec import ExpertsSpec
-from appliance.model.tensors import TensorSlot, tensor_slots
+from appliance.model.tensors import TensorSlot, slots_beside, tensor_slots
 from appliance.model.text_part import TextPart, names_in, not_found
 from appliance.model.tied_ends import (
     StoredEnds,
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
     from appliance.model.families.family import Family
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
+
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,8 @@ def _open_fallback(
     folder: SafetensorsFolder, config: dict[str, Any], origin: str, whole: dict[str, Any] | None
 ) -> ModelSource:
     """Open a model, or the text part of one, that transformers describes; loads both libraries."""
+    from appliance.model.fallback.conversion import RenamedWeights
     from appliance.model.fallback.description import describe
-    from appliance.model.fallback.renamed import RenamedWeights
 
     weights = _open_weights(folder, config, origin)
     stored = weights.tensor_names()
@@ -350,3 +350,31 @@ def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
     keys = [key for key, value in source.config.items() if "expert" in key and value == count]
     named = f" with {keys[0]} = {count}" if keys and source.path.is_dir() else ""
     return f", but the model's settings ask for {count} experts in this layer{named}"
+
+
+def deciding_settings(family: Family, config: Mapping[str, Any], slot: TensorSlot) -> str:
+    """List the settings that a tensor's shape depends on, such as "conv_L_cache = 5".
+
+    Returns:
+        An empty string if there are none.
+    """
+    found = [
+        f"{key} = {value}"
+        for key, value in sorted(config.items())
+        if type(value) is int and value > 0 and _decides(family, config, slot, key, value)
+    ]
+    return ", ".join(found[:_MOST_NAMED])
+
+
+def _decides(
+    family: Family, config: Mapping[str, Any], slot: TensorSlot, key: str, value: int
+) -> bool:
+    for other in (2 * value, value // 2):  # one of them may contradict other settings
+        try:
+            spec = family.spec({**config, key: other})
+        except ApplianceError:
+            continue
+        shapes = {beside.name: beside.shape for beside in slots_beside(spec, family.names, slot)}
+        if slot.name in shapes:
+            return shapes[slot.name] != slot.shape
+    return False

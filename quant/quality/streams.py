@@ -18,8 +18,7 @@ from appliance.kernels.decoder_cache import allocate_layer
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
-from appliance.model.attention import Attention
-from appliance.model.latent_attention import LatentAttention
+from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layers import MLP
 from appliance.quant.quality.card import LayerError

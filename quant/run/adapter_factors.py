@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from appliance.model.adapters.base_factors import FACTORS_NAME, INPUTS, OUTPUTS
+from appliance.model.adapters.reader import FACTORS_NAME, INPUTS, OUTPUTS
 from appliance.model_files.checkpoint import write_safetensors
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.errors import QuantizeError
-from appliance.model.attention import Attention
+from appliance.model.attention import Attention, LatentAttention
 from appliance.model.experts import Experts
-from appliance.model.latent_attention import LatentAttention
 from appliance.model.layers import ActivatedLinear, GatedLinear
 from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import Role

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_format import KVFormat
-from appliance.model.attention import Attention
-from appliance.model.latent_attention import LatentAttention
+from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.spec import ExpertsSpec
 from appliance.quant.walk.block import TransformerBlock

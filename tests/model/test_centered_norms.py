@@ -14,7 +14,7 @@ from teacher_forcing import logits_of
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.model.loader import load_decoder
-from appliance.model.native_support import why_unsupported
+from appliance.model.native import why_unsupported
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:

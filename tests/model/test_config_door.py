@@ -33,8 +33,8 @@ from appliance.model.families import limits
 from appliance.model.families.limits import QUANTIZATION_RANGES, RANGES, check_quantization
 from appliance.model.families.registry import FAMILIES
 from appliance.model.loader import load_decoder
+from appliance.model.native import why_unsupported
 from appliance.model.native_loader import load_native
-from appliance.model.native_support import why_unsupported
 from appliance.model.source import ModelSource
 from appliance.model.tensors import Role, tensor_slots
 from appliance.quant.formats import awq, compressed_tensors_config, fp8, gptq

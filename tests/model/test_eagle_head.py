@@ -26,8 +26,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
-from appliance.model.draft_head import HeadSource
-from appliance.model.eagle_head import open_eagle
+from appliance.model.draft_head import HeadSource, open_eagle
 from appliance.model.native_loader import load_linear, load_native
 from appliance.model.source import open_model
 from appliance.model.tensors import Role

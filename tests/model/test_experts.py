@@ -17,7 +17,7 @@ from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
-from appliance.model.native_support import why_unsupported
+from appliance.model.native import why_unsupported
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:

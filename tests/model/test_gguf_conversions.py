@@ -20,8 +20,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile
 from appliance.kernels.backend import REFERENCE
 from appliance.model.fallback.gguf_classes import GGUF_CLASSES
-from appliance.model.families.registry import FAMILIES, family_of_gguf
-from appliance.model.families.unread_gguf import NO_MODELS, UNREAD_GGUF
+from appliance.model.families.registry import FAMILIES, NO_MODELS, UNREAD_GGUF, family_of_gguf
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

@@ -17,8 +17,8 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
+from appliance.model.native import why_unsupported
 from appliance.model.native_loader import load_native
-from appliance.model.native_support import why_unsupported
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:

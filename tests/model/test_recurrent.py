@@ -16,7 +16,7 @@ from appliance.errors import ModelError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.model.loader import load_decoder
-from appliance.model.native_support import why_unsupported
+from appliance.model.native import why_unsupported
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from appliance.model.encoder.families import ENCODERS
-from appliance.model.families import class_defaults
+from appliance.model.families import reader
 from appliance.model.families.registry import CLASSES_OF_TYPES, FAMILIES, TWO_WAY_RELATIVES
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
-TABLE = Path(class_defaults.__file__).with_name("class_defaults.json")
+TABLE = Path(reader.__file__).with_name("class_defaults.json")
 # Text parts of larger models, and variants, that a family reads under a class of their own.
 _MAKERS_OWN = {"exaone4_5_text", "kimi_k2"}  # transformers has no classes of these names
 OTHER_TYPES = (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.executor import AnyCache, Executor
 
 BLOCK_SIZE = 32  # supported by the kernels of every backend

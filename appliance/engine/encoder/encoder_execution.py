@@ -12,17 +12,17 @@ from appliance.engine.memory.plan import MemoryPlan
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.arrays import dtype_name, numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
-from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
-from appliance.model.encoder.native_size import (
+from appliance.model.encoder.native import (
     decoder_widths,
     decoder_workspace_bytes,
     native_bytes,
+    why_unsupported,
     workspace_bytes,
 )
-from appliance.model.encoder.native_support import why_unsupported
+from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
 from appliance.model.encoder.source import EncoderSource
 from appliance.model.narrowed import narrowed
-from appliance.model.native_support import why_unsupported as why_decoder_unsupported
+from appliance.model.native import why_unsupported as why_decoder_unsupported
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.tensor_reader import DTYPE_NAMES
 from appliance.runtime import resident_bytes

@@ -21,13 +21,11 @@ from appliance.errors import ConfigError
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.sampling.cpu import NativeSampling
-from appliance.model.draft_head import HeadSource, open_head
-from appliance.model.eagle_head import open_eagle
+from appliance.model.draft_head import HeadSource, open_eagle, open_head
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
-from appliance.model.native import NativeDecoder
+from appliance.model.native import NativeDecoder, why_unsupported
 from appliance.model.native_loader import load_linear, load_native
-from appliance.model.native_support import why_unsupported
 from appliance.model.size import estimate_native_bytes
 from appliance.model.source import open_model
 from appliance.model.tensors import Role

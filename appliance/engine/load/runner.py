@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.moves import BlockMoves
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.executor import Executor
     from appliance.model.fallback.own_cache import OwnCaches
 

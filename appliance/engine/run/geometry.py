@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.plan import Plan
     from appliance.engine.run.cuda_graphs import StepSize
     from appliance.engine.run.staging import StepTensors
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.staging import Staging, StepShape, StepTensors
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.executor import Executor
 
 

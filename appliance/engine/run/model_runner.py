@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampled_rows import SampledRows
     from appliance.engine.run.sampler import Sampler
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.executor import Executor
 
 

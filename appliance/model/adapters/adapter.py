@@ -1,9 +1,9 @@
-"""An adapter: the low-rank factors of the linears that it changes."""
+"""An adapter: the low-rank factors of the linears that it changes, and slots for laid out ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,3 +56,26 @@ class Adapter:
     def modules(self) -> tuple[str, ...]:
         """Last parts of the linears' names, each once, in order of appearance."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.parts))
+
+
+class LaidOut(Protocol):
+    """An adapter in the layout of one executor."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class AdapterSlots(Protocol):
+    """Adapters that a step may use, by slot; `AdapterRows.table` of a batch."""
+
+    def lay_out(self, adapter: Adapter) -> LaidOut:
+        """Lay out an adapter; any thread may call this while steps run.
+
+        Raises:
+            MemoryError: the system has too little memory.
+        """
+        ...
+
+    def put(self, slot: int, laid_out: Any) -> None:
+        """Fill a slot between steps, or empty it with None."""
+        ...

@@ -1,4 +1,9 @@
-"""Pairs the two factors of each linear and checks them against the model's shapes."""
+"""Pairs the two factors of each linear, checks them against the model's shapes, and codes them.
+
+Coded factors have 8 bits, for places whose weights are packed, too. Each rank has one scale, the
+product of its row's in A and its column's in B, and with it the number between the two is as large
+as what it adds.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,11 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from appliance.errors import AdapterError
 from appliance.model.adapters.adapter import LowRank
+from appliance.model.adapters.targets import Expansion, PlacedFactors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,6 +25,9 @@ if TYPE_CHECKING:
 
     from appliance.model.adapters.targets import AdapterTarget
 
+RANKS_AT_ONCE = 16  # of an expansion in the library
+_ZERO = 128  # the code of 0
+_LARGEST = 127  # of a code, from _ZERO
 _EXPERT = re.compile(r"\.experts?(\.|$)|_exps\b|\.router\b|\.mlp\.gate$")
 _TABLE = re.compile(r"(embed_tokens|lm_head|token_embd|^output)$")
 
@@ -146,3 +157,44 @@ def _plain(name: str) -> str:
     """Return the last part of a model's name without the suffixes of its formats."""
     last = name.rstrip("/").rpartition("/")[2].lower()
     return re.sub(r"[^a-z0-9]", "", re.sub(r"\.(gguf|safetensors)$", "", last))
+
+
+def coded(factors: PlacedFactors) -> PlacedFactors:
+    """Return factors whose matrices are uint8, expansions of 16 ranks each.
+
+    The ranks of each part are padded with zeros, and those that no output is expanded from are left
+    out.
+    """
+    parts: dict[tuple[int, int], list[Expansion]] = {}
+    for expansion in factors.expansions:
+        ranks = expansion.first_rank, expansion.matrix.shape[1]
+        parts.setdefault(ranks, []).append(expansion)
+    shrink, scales, expansions, first = [], [], [], 0
+    for (begin, count), own in parts.items():
+        a, scale = (values[begin : begin + count] for values in (factors.shrink, factors.scales))
+        of_rows = _largest(a, 1)
+        of_columns = torch.stack([_largest(one.matrix, 0) for one in own]).amax(0)
+        missing = -count % RANKS_AT_ONCE
+        shrink.append(_padded(_codes(a, of_rows[:, None]), (0, 0, 0, missing)))
+        scales.append(_padded(scale * of_rows * of_columns / _LARGEST**2, (0, missing), 0.0))
+        for one in own:
+            codes = _padded(_codes(one.matrix, of_columns), (0, missing))
+            for at in range(0, count, RANKS_AT_ONCE):
+                piece = codes[:, at : at + RANKS_AT_ONCE]
+                expansions.append(Expansion(piece, one.first_output, first + at))
+        first += count + missing
+    return PlacedFactors(torch.cat(shrink), torch.cat(scales), tuple(expansions))
+
+
+def _largest(values: Tensor, dim: int) -> Tensor:
+    """Return the largest magnitudes along a dimension, none of them 0."""
+    low, high = torch.aminmax(values, dim=dim)
+    return torch.maximum(high, -low).float().clamp(min=1e-30)
+
+
+def _codes(values: Tensor, largest: Tensor) -> Tensor:
+    return (values * (_LARGEST / largest)).add_(_ZERO).round_().to(torch.uint8)
+
+
+def _padded(values: Tensor, missing: tuple[int, ...], zero: float = _ZERO) -> Tensor:
+    return torch.nn.functional.pad(values, missing, value=zero) if any(missing) else values

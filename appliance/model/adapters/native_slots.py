@@ -15,7 +15,7 @@ from appliance.kernels.cpu.step_structs import (
     LowRankStruct,
 )
 from appliance.kernels.cpu.weights import WeightPacker
-from appliance.model.adapters.factor_codes import coded
+from appliance.model.adapters.factors import coded
 from appliance.model.adapters.targets import place_factors
 
 if TYPE_CHECKING:

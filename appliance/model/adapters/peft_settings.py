@@ -1,26 +1,33 @@
 """Reads PEFT's `adapter_config.json`; refuses changes of more than linears' weights.
 
-Format: huggingface/peft, `LoraConfig`; patterns match as in its `tuners_utils`. Imports no torch.
+Format: huggingface/peft, `LoraConfig`; patterns match as in its `tuners_utils`.
+
+An expression of a few characters can take hours on a short name. `re`, by which PEFT reads them,
+cannot be stopped; `regex` reads the same language and can, after some seconds.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import AdapterError
-from appliance.model.adapters.name_patterns import NamePatterns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import regex
+
+SECONDS = 5.0  # of a processor, for all expressions and names of an adapter
+MAX_CHARACTERS = 65_536  # of an expression; those that list every linear have some thousands
+_SHOWN = 100
 CONFIG_NAME = "adapter_config.json"
 _MERGE = "merge it into the model with PEFT's merge_and_unload and serve the result"
-
 # Fields that ask for other arithmetic or change other weights, with the fix.
 _REFUSED = {
     "use_dora": f"DoRA norms the changed weights, which packed ones cannot be: {_MERGE}",
@@ -233,3 +240,64 @@ class _Fields:
     def _wrong(self, field: str, fix: str) -> AdapterError:
         shown = repr(self._config.get(field.partition("[")[0]))[:200]
         return AdapterError(f"{self._path}: {field} is {shown}; {fix}")
+
+
+class NamePatterns:
+    """Expressions of one adapter.
+
+    Args:
+        path: where they stand, for messages.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left = SECONDS
+        self._compiled: dict[str, regex.Pattern[str]] = {}
+
+    def match(self, pattern: str, name: str, *, whole: bool = False) -> regex.Match[str] | None:
+        """Match a name from its beginning.
+
+        Args:
+            whole: the match must reach the end.
+
+        Raises:
+            AdapterError: the pattern is no regular expression, or takes too long.
+        """
+        compiled = self.compile(pattern)
+        matches = compiled.fullmatch if whole else compiled.match
+        begin = time.thread_time()
+        try:
+            found = matches(name, timeout=self._left)
+        except TimeoutError:
+            found, self._left = None, 0.0
+        self._spend(pattern, begin)
+        return found
+
+    def compile(self, pattern: str) -> regex.Pattern[str]:
+        """Compile a pattern, or raise AdapterError."""
+        import regex
+
+        found = self._compiled.get(pattern)
+        if found is not None:
+            return found
+        if len(pattern) > MAX_CHARACTERS:
+            raise self._wrong(pattern, f"it has more than {MAX_CHARACTERS} characters")
+        begin = time.thread_time()
+        try:
+            found = self._compiled[pattern] = regex.compile(pattern)
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise self._wrong(pattern, f"this is no regular expression: {error}") from None
+        self._spend(pattern, begin)
+        return found
+
+    def _spend(self, pattern: str, begin: float) -> None:
+        self._left -= time.thread_time() - begin
+        if self._left <= 0:
+            why = f"the adapter's patterns take more than {SECONDS:g} s to match"
+            raise self._wrong(pattern, why)
+
+    def _wrong(self, pattern: str, why: str) -> AdapterError:
+        shown = repr(pattern[:_SHOWN]) + ("..." if len(pattern) > _SHOWN else "")
+        return AdapterError(
+            f"{self._path} has the pattern {shown}; {why}; name the linears in a list instead"
+        )

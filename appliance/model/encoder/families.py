@@ -16,8 +16,7 @@ from appliance.model.encoder.spec import (
     HeadActivation,
     RankingSpec,
 )
-from appliance.model.families.class_defaults import class_defaults
-from appliance.model.families.reader import ConfigReader
+from appliance.model.families.reader import ConfigReader, class_defaults
 from appliance.model.families.rope import (
     read_rope,
     rope_section,

@@ -17,8 +17,7 @@ from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.kernels.weight import dense
 from appliance.model.encoder.gguf_families import check_pooling
-from appliance.model.families.class_defaults import class_defaults
-from appliance.model.families.reader import ConfigReader
+from appliance.model.families.reader import ConfigReader, class_defaults
 from appliance.model.families.registry import (
     FAMILIES,
     GGUF_RELATIVES,

@@ -22,8 +22,7 @@ from appliance.model.encoder.spec import (
     HeadActivation,
     RankingSpec,
 )
-from appliance.model.families.gguf_config import gguf_layer_types
-from appliance.model.families.gguf_settings import GGUFSettings
+from appliance.model.families.gguf_config import GGUFSettings, gguf_layer_types
 from appliance.model.spec import RopeSpec
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Runs an encoder in the C library: all texts of a step in one call. Imports no torch.
+"""Runs an encoder in the C library, all texts of a step in one call, and counts its bytes before.
 
 An encoder is a decoder there whose queries see what follows them, too. Keys and values of a layer
 are read before the next layer's are written, so all layers share one small cache in float32.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from appliance.kernels.cpu.cache import PAGE_TOKENS, NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.kv_format import KVFormat
-from appliance.model.encoder.spec import EncoderSpec, HeadActivation, RankingSpec
+from appliance.model.encoder.spec import EncoderSpec, HeadActivation, RankingSpec, encoder_slots
+from appliance.model.native import HEAD_WIDTH_STEP, MOST_HEAD_WIDTH
+from appliance.model.rope import distinct_ropes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,30 +32,22 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.parts import LibraryLinear
     from appliance.kernels.cpu.structs import ModelStruct
+    from appliance.model.encoder.source import EncoderSource
     from appliance.model.encoder.texts import Texts
-    from appliance.model.spec import DecoderSpec, ScoreSpec
+    from appliance.model.spec import DecoderSpec, RopeSpec, ScoreSpec
 
     Activate = Callable[[NDArray[np.float32]], NDArray[Any]]
 
+TABLE_BITS = 8  # of tokens' embeddings, where matrices are rounded
+# The library's workspace: streams of hidden states (before and after a norm, QKV, heads' output,
+# forms in 8 bits), and what attention keeps for a thread.
+_STREAMS, _THREAD_BYTES = 8, 1 << 20
 _ERF = np.vectorize(math.erf, otypes=[np.float32])
 _ACTIVATIONS: dict[HeadActivation, Activate] = {
     HeadActivation.TANH: np.tanh,
     HeadActivation.RELU: lambda x: np.maximum(x, np.float32(0)),
     HeadActivation.GELU: lambda x: x * 0.5 * (1.0 + _ERF(x * np.float32(0.5**0.5))),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RankingHead:
-    """A head that judges pairs; a few rows in float32.
-
-    Attributes:
-        norm: weight and bias (hidden_size,) and epsilon; None without one.
-    """
-
-    dense: LibraryLinear
-    norm: tuple[NDArray[np.float32], NDArray[np.float32], float] | None
-    classifier: LibraryLinear
 
 
 @dataclass(slots=True)
@@ -167,6 +162,94 @@ class NativeEncoder:
         return self._cache
 
 
+@dataclass(frozen=True, slots=True)
+class RankingHead:
+    """A head that judges pairs; a few rows in float32.
+
+    Attributes:
+        norm: weight and bias (hidden_size,) and epsilon; None without one.
+    """
+
+    dense: LibraryLinear
+    norm: tuple[NDArray[np.float32], NDArray[np.float32], float] | None
+    classifier: LibraryLinear
+
+
 def _through(linear: LibraryLinear, x: NDArray[np.float32]) -> NDArray[np.float32]:
     found: NDArray[np.float32] = np.asarray(linear(arrays.of_numpy(x)))
     return found
+
+
+def why_unsupported(spec: EncoderSpec) -> str | None:
+    """Say why the C library does not cover an encoder; None if it does."""
+    if spec.head_dim % HEAD_WIDTH_STEP or spec.head_dim > MOST_HEAD_WIDTH:
+        return (
+            f"its heads have {spec.head_dim} elements; the CPU library covers multiples of"
+            f" {HEAD_WIDTH_STEP} up to {MOST_HEAD_WIDTH}"
+        )
+    if spec.experts is not None:
+        return "its layers have experts"
+    if spec.distance_buckets or spec.slopes:
+        return "its scores have biases by distance"
+    if not spec.norms_follow and spec.layers[0].attention_norm:
+        return "its first layer norms the embedding twice"
+    if spec.token_types > 1 and spec.ranking is not None and not spec.positions:
+        return "it tells texts of a pair apart without learned positions"
+    return None
+
+
+def native_bytes(source: EncoderSource, dtype: Any, bits: int | None) -> int:
+    """Return the bytes of the weights, rounded up: matrices in `dtype`, or in 8 or 4 bits."""
+    spec, names, prefix = source.spec, source.names, source.prefix
+    own = {f"{prefix}{names.positions}.weight", f"{prefix}{names.token_types}.weight"}
+    total = max(1, spec.token_types) * spec.positions * spec.hidden_size * dtype.itemsize
+    head = (names.dense.format(prefix), names.classifier) if spec.ranking else ()
+    for name, shape in encoder_slots(spec, names, prefix).items():
+        if name in own:
+            continue
+        held = source.bytes_per_weight(name)
+        each: float = 4 if len(shape) == 1 or name.startswith(head) else dtype.itemsize
+        if bits and len(shape) == 2 and not shape[1] % 32 and not name.startswith(head):
+            # codes, and scales of groups of 32 at most
+            each = (TABLE_BITS if name == f"{prefix}{names.tokens}.weight" else bits) / 8 + 1 / 8
+        each = each if held is None else held + 1 / 8  # scales may widen
+        rows = -(-shape[0] // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP  # of whole tiles
+        total += int(rows * prod(shape[1:]) * each) + 64
+    return int(total)
+
+
+def workspace_bytes(spec: EncoderSpec, max_tokens: int, max_texts: int, threads: int) -> int:
+    """Return the bytes that the largest step needs beside the weights."""
+    inner = spec.intermediate_size * (2 if spec.gated else 1)
+    angles = len(rotations(spec)) * spec.head_dim
+    codes = max(spec.intermediate_size, spec.hidden_size)  # two bytes and scales of an input
+    row = (_STREAMS * spec.hidden_size + inner + angles + codes) * 4
+    slots = max_tokens + max_texts * PAGE_TOKENS
+    return max_tokens * row + slots * 2 * spec.hidden_size * 4 + threads * _THREAD_BYTES
+
+
+def decoder_workspace_bytes(
+    spec: DecoderSpec, max_tokens: int, max_texts: int, threads: int
+) -> int:
+    """Return what `workspace_bytes` does for a decoder that only reads."""
+    attention, inner = decoder_widths(spec)
+    mixer = next(iter(spec.attention_layers.values()))
+    angles = len(distinct_ropes(spec)) * mixer.head_dim
+    widest = max(spec.hidden_size, attention, inner)
+    row = (_STREAMS * spec.hidden_size + 2 * attention + 2 * inner + angles + widest) * 4
+    slots = max_tokens + max_texts * PAGE_TOKENS
+    kept = slots * 2 * mixer.num_kv_heads * mixer.head_dim * 4
+    return max_tokens * row + kept + threads * _THREAD_BYTES
+
+
+def decoder_widths(spec: DecoderSpec) -> tuple[int, int]:
+    """Return the elements of a token in a layer's queries, keys and values, and in its MLP."""
+    mixer = next(iter(spec.attention_layers.values()))
+    mlps = [layer.mlp for layer in spec.layers if layer.mlp is not None]
+    heads = mixer.num_heads + 2 * mixer.num_kv_heads
+    return heads * mixer.head_dim, 2 * max(mlp.intermediate_size for mlp in mlps)
+
+
+def rotations(spec: EncoderSpec) -> list[RopeSpec | None]:
+    """Return the kinds of rotation, each once; None stands for none."""
+    return list(dict.fromkeys(layer.rope for layer in spec.layers))

@@ -21,8 +21,7 @@ from appliance.kernels.cpu.structs import (
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.weight import Packed, dense
 from appliance.model.encoder.from_decoder import score_row
-from appliance.model.encoder.native import NativeEncoder, RankingHead
-from appliance.model.encoder.native_size import TABLE_BITS, rotations
+from appliance.model.encoder.native import TABLE_BITS, NativeEncoder, RankingHead, rotations
 from appliance.model.linear import LinearPart
 from appliance.model.narrowed import narrowed_matrix
 from appliance.model.native_layout import ACTIVATIONS

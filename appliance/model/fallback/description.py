@@ -11,9 +11,8 @@ from torch import nn
 
 from appliance.errors import UnsupportedModelError, one_line
 from appliance.kernels.activation import Activation
-from appliance.model.fallback.attention import SERVING, register
-from appliance.model.fallback.buffers import fill_buffers
 from appliance.model.fallback.conversion import names_in_model, names_of_text, renamed
+from appliance.model.fallback.decoder import SERVING, register
 from appliance.model.fallback.experts import (
     IMPLEMENTATION,
     are_apart,
@@ -22,8 +21,8 @@ from appliance.model.fallback.experts import (
 )
 from appliance.model.fallback.experts import register as register_experts
 from appliance.model.fallback.matrices import StoredMatrices
-from appliance.model.fallback.measure import measured
-from appliance.model.fallback.probe import ProbeResult, probe
+from appliance.model.fallback.measure import ProbeResult, measured, probe
+from appliance.model.fallback.modules import fill_buffers
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
 from appliance.model.families.registry import CLASSES_OF_TYPES
@@ -35,7 +34,7 @@ from appliance.model.tensors import Role, TensorSlot
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
-    from appliance.model.fallback.renamed import Stored
+    from appliance.model.fallback.conversion import Stored
     from appliance.model.families.reader import ConfigReader
 
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.")

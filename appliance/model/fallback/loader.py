@@ -11,7 +11,6 @@ from torch import nn
 
 from appliance.kernels import arrays
 from appliance.kernels.weight import dense
-from appliance.model.fallback.buffers import fill_buffers
 from appliance.model.fallback.decoder import FallbackDecoder
 from appliance.model.fallback.description import (
     body_of,
@@ -34,6 +33,7 @@ from appliance.model.fallback.modules import (
     LaidOutLinear,
     NoDropout,
     WeightType,
+    fill_buffers,
     put_identity,
 )
 from appliance.model.fallback.own_cache import (

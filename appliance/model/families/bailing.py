@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.routing import Scoring
-from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
@@ -21,6 +20,7 @@ from appliance.model.families.gguf_config import (
     gguf_config,
     gguf_experts,
 )
+from appliance.model.families.reader import ClassDefaults
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import ExpertNames, TensorNames

@@ -11,7 +11,7 @@ from appliance.model.families.gguf_config import (
     kv_heads,
     num_layers,
 )
-from appliance.model.families.mamba2 import gguf_mamba2_settings, read_mamba2
+from appliance.model.families.mixers import gguf_mamba2_settings, read_mamba2
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import TensorNames

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.family import Family
+from appliance.model.families.reader import ClassDefaults
 from appliance.model.families.standard import read_attention, read_decoder
 from appliance.model.names import TensorNames
 from appliance.model.spec import RopeSpec

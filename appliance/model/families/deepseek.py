@@ -19,7 +19,7 @@ from appliance.model.families.gguf_config import (
     gguf_latent,
     gguf_rope_scaling,
 )
-from appliance.model.families.latent import read_latent_attention
+from appliance.model.families.mixers import read_latent_attention
 from appliance.model.families.standard import read_decoder, read_layer_kinds
 from appliance.model.names import DraftHeadNames, ExpertNames, TensorNames
 

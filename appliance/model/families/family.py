@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.class_defaults import ClassDefaults, class_defaults
 from appliance.model.families.limits import check_spec
-from appliance.model.families.reader import ConfigReader
+from appliance.model.families.reader import ClassDefaults, ConfigReader, class_defaults
 from appliance.model.names import DraftHeadNames, TensorNames
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class GGUFMapping:
             first half, ...) instead of halves.
         norm_shift: constant that the writer added to norm weights.
         tiled_values: value heads of Gated DeltaNet are ordered by their place under a key head; see
-            `gguf_gated_delta`.
+            `gguf_weights.as_in_checkpoints`.
         other_names: for files whose first layer's norm has another name.
         own_names: Hugging Face names for tensors that only GGUF files split; None: the family's.
         two_way: labels of files that are this family's but for attention in both directions.

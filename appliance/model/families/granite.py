@@ -16,7 +16,7 @@ from appliance.model.families.gguf_config import (
     kv_heads,
     num_layers,
 )
-from appliance.model.families.mamba2 import (
+from appliance.model.families.mixers import (
     ATTENTION_NAMES,
     RECURRENT_NAMES,
     gguf_mamba2_settings,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
     GGUF_NAMES,
@@ -17,7 +16,8 @@ from appliance.model.families.gguf_config import (
     gguf_latent,
     num_layers,
 )
-from appliance.model.families.latent import read_latent_attention
+from appliance.model.families.mixers import read_latent_attention
+from appliance.model.families.reader import ClassDefaults
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
     read_attention,

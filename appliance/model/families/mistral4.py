@@ -13,7 +13,7 @@ from appliance.model.families.gguf_config import (
     gguf_growing_rope,
     gguf_latent,
 )
-from appliance.model.families.latent import read_latent_attention
+from appliance.model.families.mixers import read_latent_attention
 from appliance.model.families.rope import read_growing_rope
 from appliance.model.families.standard import read_decoder
 from appliance.model.names import ExpertNames, TensorNames

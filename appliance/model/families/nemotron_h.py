@@ -24,7 +24,7 @@ from appliance.model.families.gguf_config import (
     of_layers,
 )
 from appliance.model.families.limits import RANGES
-from appliance.model.families.mamba2 import ATTENTION_NAMES, RECURRENT_NAMES, read_mamba2
+from appliance.model.families.mixers import ATTENTION_NAMES, RECURRENT_NAMES, read_mamba2
 from appliance.model.families.rope import without_positions
 from appliance.model.families.standard import (
     read_activation,

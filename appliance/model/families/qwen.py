@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
+from appliance.model.families.reader import ClassDefaults
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder
 from appliance.model.names import TensorNames

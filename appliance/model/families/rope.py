@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.model.families.class_defaults import ClassDefaults
+from appliance.model.families.reader import ClassDefaults
 from appliance.model.spec import RopeScaling, RopeSpec
 
 if TYPE_CHECKING:

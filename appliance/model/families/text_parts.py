@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
-from appliance.model.families.class_defaults import class_defaults, text_type
+from appliance.model.families.reader import class_defaults, text_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

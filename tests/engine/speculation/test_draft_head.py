@@ -28,8 +28,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
-from appliance.model.draft_head import open_head
-from appliance.model.eagle_head import open_eagle
+from appliance.model.draft_head import open_eagle, open_head
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 

@@ -21,6 +21,7 @@ from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.routing import Router
 from appliance.kernels.weight import Weight
+from appliance.model.experts import stack_experts
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layer_weights import MLPWeights
 from appliance.model.layers import GatedLinear
@@ -28,7 +29,6 @@ from appliance.model.linear import LinearPart
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.spec import DecoderSpec, ExpertsSpec, NormSpec
-from appliance.model.stacked_experts import stack_experts
 
 NO_LAYERS = DecoderSpec("none", 64, 97, 32, (), NormSpec(1e-5), tied_head=True)
 TOKEN_IDS = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.kernels.cpu.structs import Isa
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from appliance.model.adapters.factor_codes import coded
+from appliance.model.adapters.factors import coded
 from appliance.model.adapters.targets import Expansion, PlacedFactors
 
 INPUTS = 48

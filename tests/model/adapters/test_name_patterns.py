@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from appliance.errors import AdapterError
-from appliance.model.adapters import name_patterns
+from appliance.model.adapters import peft_settings
 from appliance.model.adapters.peft_settings import LoraSettings, read_settings
 
 LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.10.down_proj")
@@ -94,7 +94,7 @@ FOREVER = [
 )
 def test_work_ends(field: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`re` would take years for each."""
-    monkeypatch.setattr(name_patterns, "SECONDS", 0.05)
+    monkeypatch.setattr(peft_settings, "SECONDS", 0.05)
     begin = time.thread_time()
     try:
         settings = settings_of(**{field: {pattern: 9} if field.endswith("_pattern") else pattern})

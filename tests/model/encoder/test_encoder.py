@@ -29,10 +29,13 @@ from appliance.files import read_json, write_json
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.encoder.encoder import TextEncoder
 from appliance.model.encoder.loader import load_encoder
-from appliance.model.encoder.native import NativeEncoder
+from appliance.model.encoder.native import (
+    NativeEncoder,
+    native_bytes,
+    why_unsupported,
+    workspace_bytes,
+)
 from appliance.model.encoder.native_loader import load_native_encoder
-from appliance.model.encoder.native_size import native_bytes, workspace_bytes
-from appliance.model.encoder.native_support import why_unsupported
 from appliance.model.encoder.source import reads_only
 from appliance.model.encoder.spec import HeadActivation, RankingSpec
 from appliance.model.encoder.texts import Texts

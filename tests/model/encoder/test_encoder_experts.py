@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from appliance.errors import ApplianceError
 from appliance.files import write_json
 from appliance.model.encoder.loader import load_encoder
-from appliance.model.encoder.native_support import why_unsupported
+from appliance.model.encoder.native import why_unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,9 +24,8 @@ from appliance.errors import ApplianceError
 from appliance.files import read_json, write_json
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.encoder.decoder_loader import DecoderReader, load_decoder_reader
-from appliance.model.encoder.native import NativeEncoder
+from appliance.model.encoder.native import NativeEncoder, decoder_workspace_bytes
 from appliance.model.encoder.native_loader import load_native_decoder
-from appliance.model.encoder.native_size import decoder_workspace_bytes
 from appliance.model.encoder.source import reads_only
 from appliance.model.size import estimate_native_bytes
 

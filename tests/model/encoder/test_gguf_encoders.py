@@ -28,8 +28,8 @@ from appliance.gguf import GGUFFile
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.encoder.decoder_loader import load_decoder_reader
 from appliance.model.encoder.loader import load_encoder
+from appliance.model.encoder.native import native_bytes
 from appliance.model.encoder.native_loader import load_native_decoder, load_native_encoder
-from appliance.model.encoder.native_size import native_bytes
 from appliance.model.encoder.source import EncoderSource, open_checked, reads_only
 from appliance.model.families.registry import family_of_gguf
 from appliance.model_files.retrieval_recipe import recipe_of_gguf

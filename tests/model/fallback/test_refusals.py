@@ -12,7 +12,7 @@ from fallback_models import FALLBACKS
 from own_cache_models import sizes_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.model.fallback.attention import SeenPositions, seen_positions
+from appliance.model.fallback.decoder import SeenPositions, seen_positions
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:

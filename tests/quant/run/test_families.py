@@ -13,8 +13,7 @@ from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.packed import PackedWeight
-from appliance.model.adapters.base_factors import FACTORS_NAME
-from appliance.model.adapters.reader import read_adapter
+from appliance.model.adapters.reader import FACTORS_NAME, read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

@@ -16,7 +16,7 @@ from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.model.native_support import why_unsupported
+from appliance.model.native import why_unsupported
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from appliance.files import stamp_of
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
-    from appliance.model.adapters.slots import AdapterSlots, LaidOut
+    from appliance.model.adapters.adapter import AdapterSlots, LaidOut
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 
@@ -113,7 +113,7 @@ def planned_bytes(
         return 0
     from appliance.kernels.adapters.factors import padded_rank
     from appliance.kernels.adapters.variant import MOST_SPLITS
-    from appliance.model.adapters.factor_codes import RANKS_AT_ONCE
+    from appliance.model.adapters.factors import RANKS_AT_ONCE
     from appliance.model.adapters.targets import adapter_bytes
 
     rank = config.max_lora_rank

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.nouns.request import AdapterRef, Request
     from appliance.engine.run.adapters.loader import AdapterLoader, LoadedAdapter
-    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.adapter import AdapterSlots
 
 
 AdapterKey = tuple[str, str]  # path and stamp
