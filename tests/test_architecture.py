@@ -140,7 +140,7 @@ NO_TORCH = [
     "engine.nouns.request", "engine.nouns.sequence", "engine.blocks.block_manager",
     "engine.blocks.prefix_cache", "engine.tiers.tiers", "engine.scheduling.scheduler",
     "engine.speculation.speculator", "engine.nouns.messages", "engine.engine",
-    "engine.process.replicas.router", "model.spec",
+    "engine.process.router", "model.spec",
     "errors", "stats", "events", "config", "api_keys", "kernels.cpu.library", "quantize_events",
 ]  # fmt: skip
 
@@ -308,7 +308,7 @@ def test_what_needs_no_torch_loads_none() -> None:
 def test_the_server_loads_nothing_that_is_large_and_not_needed() -> None:
     loaded = loaded_after(
         "import appliance.server.app, appliance.server.api_server, appliance.hub\n"
-        "import appliance.engine.blocks.block_metadata, appliance.engine.process.entry"
+        "import appliance.engine.blocks.block_metadata, appliance.engine.process.worker"
     )
     large = {"torch", "transformers", "triton", "numpy", "gguf", "safetensors", "huggingface_hub"}
     assert loaded.isdisjoint(large | {"httpx", "rich", "textual", "appliance.engine.engine"})

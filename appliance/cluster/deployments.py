@@ -19,7 +19,7 @@ from appliance.cluster.front import BLOCK_SIZE, make_front
 from appliance.cluster.node_facts import NodeFacts, check, look
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL
 from appliance.config import Settings, with_kv_folder
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineError
 from appliance.hub.found_model import find_model_of
 from appliance.long_lived import start_task

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from appliance.cluster.chosen_replica import ReplicaRequest
-from appliance.engine.process.replicas.router import ReplicaLoad, ReplicaRouter
+from appliance.engine.process.router import ReplicaLoad, ReplicaRouter
 
 URL, BLOCKS = "url", "blocks"  # keys of a replica's statistics
 ASKED = "asked"  # keyword argument of a call that needs a replica

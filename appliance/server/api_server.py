@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig, Settings
     from appliance.engine.nouns.messages import EngineInfo
+    from appliance.engine.process.client import Replica
     from appliance.engine.process.launch import LaunchedProcess
-    from appliance.engine.process.replica import Replica
     from appliance.engine.process.residency import Residency
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.model_files.sampling_defaults import SamplingDefaults

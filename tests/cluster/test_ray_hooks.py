@@ -14,7 +14,7 @@ from ray.serve._private.request_router.common import PendingRequest
 from appliance.cluster.chosen_replica import ReplicaRequest
 from appliance.cluster.deployments import wanted_replicas
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL, PrefixRouter
-from appliance.engine.process.replicas.router import bound
+from appliance.engine.process.router import bound
 
 
 def replica(name: str, blocks: int | None = 100) -> Any:

@@ -30,7 +30,7 @@ from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process import launch
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.residency import Residency
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import SupervisionLimits
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.app import create_app
 from appliance.server.http.connection import protocol_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from playwright.async_api import Browser
 
-    from appliance.engine.process.replica import Replica
+    from appliance.engine.process.client import Replica
 
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading theirs takes each client 40 ms
 ECHO = (sys.executable, str(Path(__file__).parent.parent / "support" / "echo_worker.py"))

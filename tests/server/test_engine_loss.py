@@ -12,8 +12,7 @@ import openai
 import pytest
 from waiting import LIMIT, until
 
-from appliance.engine.process.engine_state import EngineState
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,8 @@ import psutil
 import pytest
 from waiting import has_ended, until
 
-from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

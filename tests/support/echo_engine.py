@@ -14,7 +14,7 @@ from appliance.config import EngineConfig
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import SupervisionLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

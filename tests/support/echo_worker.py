@@ -37,7 +37,7 @@ from appliance.engine.nouns.messages import (
     Vocabulary,
 )
 from appliance.engine.nouns.request import AdapterRef, FinishReason, Request
-from appliance.engine.process.entry import run_engine_process
+from appliance.engine.process.worker import run_engine_process
 from appliance.errors import MemoryPlanError, RequestError
 from appliance.events import BlockState
 from appliance.stats import EngineStats, SequenceView, StepView
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.memory.admission import Admission
     from appliance.engine.nouns.beacon import Beacon
-    from appliance.engine.process.engine_core import LoadEngine
+    from appliance.engine.process.worker import LoadEngine
 
 VOCAB_SIZE = 272
 HIDDEN_SIZE = 8

@@ -8,10 +8,10 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from appliance.engine.process.entry import run_engine_process
+from appliance.engine.process.worker import run_engine_process
 
 if TYPE_CHECKING:
-    from appliance.engine.process.engine_core import LoadEngine
+    from appliance.engine.process.worker import LoadEngine
 
 
 def find_loader() -> LoadEngine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,12 @@ from appliance.engine.nouns.messages import (
     Table,
     Vocabulary,
 )
-from appliance.engine.process.adapter_calls import AdapterCalls
-from appliance.engine.process.answers import ReadyWaiters, TableFetches
-from appliance.engine.process.engine_state import EngineState
-from appliance.engine.process.generation import MAX_BACKLOG, Generation
-from appliance.engine.process.idle import IdleTimer
+from appliance.engine.process.answers import AdapterCalls, ReadyWaiters, TableFetches
+from appliance.engine.process.generation import MAX_BACKLOG, Generation, OpenRequests
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.open_requests import OpenRequests
-from appliance.engine.process.replica import Replica
-from appliance.engine.process.residency import Residency, Resident
-from appliance.engine.process.supervised import SupervisedEngine
-from appliance.engine.process.supervisor import SHORT, Supervisor
-from appliance.engine.process.trials import Trials
+from appliance.engine.process.quarantine import Quarantine, Trials, mark_of
+from appliance.engine.process.residency import IdleTimer, Residency, Resident
+from appliance.engine.process.supervisor import SHORT, EngineState, Supervisor
 from appliance.errors import (
     EngineDiedError,
     EngineError,
@@ -50,8 +45,13 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.request import Request
     from appliance.engine.process.launch import LaunchedProcess
-    from appliance.engine.process.restarts import SupervisionLimits
-    from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
+    from appliance.engine.process.supervisor import (
+        AskEndTokens,
+        ProgressCallback,
+        SupervisionLimits,
+        Wakes,
+    )
+
 
 # Number of processes that a waiting request may go to. A higher one would let a request that kills
 # the engine before it starts take the server down.
@@ -60,7 +60,24 @@ MAX_SUBMISSIONS = 2
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(SupervisedEngine, OpenRequests):
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One process of a model; by default the only one.
+
+    Attributes:
+        copies: number of processes that divide the same memory.
+        gpu: index or id of its own GPU; empty if it sees all.
+        quarantine: shared by all, because a request that kills one kills the next.
+        hand_over: offers a request that it has not started to the others; False if none takes it.
+    """
+
+    copies: int = 1
+    gpu: str = ""
+    quarantine: Quarantine[Request] = field(default_factory=lambda: Quarantine(mark_of))
+    hand_over: Callable[[Generation], bool] = lambda generation: False
+
+
+class EngineClient(OpenRequests):
     """The engine process and the open requests.
 
     Args:
@@ -100,7 +117,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self._waiters = ReadyWaiters()
         self.place = Resident(residency or Residency(), name, self, replica.copies)
         self._gpu = replica.gpu
-        supervisor = Supervisor(
+        self._supervisor = Supervisor(
             command,
             limits,
             on_report=self._on_report,
@@ -113,10 +130,53 @@ class EngineClient(SupervisedEngine, OpenRequests):
             is_busy=self._is_busy,
             launched=launched,
         )
-        super().__init__(supervisor)
         self._tables = TableFetches(lambda *asked: self._supervisor.send(FetchTable(*asked)))
         self._idle = IdleTimer(idle_timeout, self._supervisor.sleep)
         self.adapters = AdapterCalls(self._supervisor)
+
+    @property
+    def state(self) -> EngineState:
+        return self._supervisor.state
+
+    @property
+    def reason(self) -> str:
+        """The cause, if the engine failed or is restarting."""
+        return self._supervisor.reason
+
+    @property
+    def responsive(self) -> bool:
+        """True if a ready process shows signs of life."""
+        return self._supervisor.responsive
+
+    @property
+    def seconds_to_start(self) -> float:
+        """Seconds until the next process starts; 0 if none is due."""
+        return self._supervisor.seconds_to_start
+
+    @property
+    def restarts(self) -> int:
+        """Number of processes started after the first."""
+        return self._supervisor.restarts
+
+    @property
+    def wakes(self) -> Wakes:
+        return self._supervisor.wakes
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Facts about the loaded engine; the last known ones while it restarts or sleeps."""
+        return self._supervisor.info
+
+    @property
+    def pid(self) -> int | None:
+        process = self._supervisor.process
+        return None if process is None else process.pid
+
+    @property
+    def metadata(self) -> memoryview | None:
+        """(num_blocks,) 64-bit words of block metadata, live."""
+        process, info = self._supervisor.process, self._supervisor.info
+        return None if process is None or info is None else process.metadata[: info.num_blocks]
 
     @property
     def quarantined(self) -> int:

@@ -1,8 +1,9 @@
-"""One open request: its deltas as they arrive, then its end or an error."""
+"""Open requests: the deltas of each as they arrive, then its end or an error; and their count."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,10 @@ from appliance.engine.nouns.request import FinishReason
 from appliance.errors import EngineError, QueueTimeoutError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.engine.nouns.request import Request
+
 
 MAX_BACKLOG = 4096  # maximum number of unread deltas
 
@@ -139,3 +143,46 @@ def _error_of(delta: SequenceDelta, message: str) -> Exception:
     if delta.expired:
         return QueueTimeoutError(message)
     return RequestError(message) if delta.refused else EngineError(message)
+
+
+class OpenRequests(ABC):
+    """Counts and finds the open requests of an engine process, or of several."""
+
+    @abstractmethod
+    def _open(self) -> Iterable[Generation]: ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that no engine has started."""
+        return sum(not one.started for one in self._open())
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(len(one.request.prompt_token_ids) for one in self._open() if not one.started)
+
+    def num_waiting_of(self, owner: str) -> int:
+        """Count an owner's requests that no engine has started."""
+        return sum(not one.started and one.request.owner == owner for one in self._open())
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that an engine has started and not finished."""
+        return sum(one.started for one in self._open())
+
+    @property
+    def num_running_sequences(self) -> int:
+        return sum(one.request.sampling.num_sequences for one in self._open() if one.started)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(one.request.sampling.num_sequences for one in self._open())
+
+    def owner_of(self, request_id: str) -> str | None:
+        for one in self._open():
+            if one.request.request_id == request_id:
+                return one.request.owner
+        return None
+
+    def open_requests(self) -> list[tuple[Request, bool]]:
+        """List every open request, with True if an engine has started it."""
+        return [(one.request, one.started) for one in self._open()]

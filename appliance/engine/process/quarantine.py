@@ -2,14 +2,15 @@
 
 Clients retry, so one request that kills engines could deny the server to everyone. A request that
 ran when an engine died is a suspect; the second time it is refused, and one that completes is
-cleared. Requests are equal if prompt, sampling and owner are.
+cleared. Suspects run one at a time, so that none fails others. Requests are equal if prompt,
+sampling and owner are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -19,9 +20,10 @@ from appliance.errors import QuarantinedError
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.request import Request
+    from appliance.engine.process.generation import Generation
+
 
 AskedT = TypeVar("AskedT")
-
 STRIKES = 2
 SECONDS = 600.0  # after the last death
 _MAX_KEPT = 1024
@@ -83,3 +85,48 @@ def mark_of(request: Request) -> bytes:
     """Hash prompt, sampling and owner: one user's strikes do not count against another."""
     told = (request.owner, request.prompt_token_ids, request.sampling)
     return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
+
+
+class Trials:
+    """The running suspect, and those that wait for its first tokens or its end.
+
+    `Quarantine` decides which requests are suspects.
+    """
+
+    def __init__(self) -> None:
+        self._running: Generation | None = None
+        self._held: deque[Generation] = deque()
+
+    def __contains__(self, generation: Generation) -> bool:
+        """Return True if a suspect is waiting for another one's trial."""
+        return generation in self._held
+
+    def admits(self, generation: Generation) -> bool:
+        """Begin a suspect's trial, or hold it; return True if the request may run."""
+        if not generation.is_suspect:
+            return True
+        if self._running is not None:
+            self._held.append(generation)
+            return False
+        self._running = generation
+        return True
+
+    def end(
+        self, generation: Generation, is_open: Callable[[Generation], bool]
+    ) -> Generation | None:
+        """End a request's trial, if any; return the next open suspect."""
+        if self._running is not generation:
+            return None
+        self._running = None
+        while self._held:
+            following = self._held.popleft()
+            if is_open(following):
+                return following
+        return None
+
+    def abandon(self) -> tuple[Generation, ...]:
+        """End all trials with the process; return the held suspects."""
+        held = tuple(self._held)
+        self._running = None
+        self._held.clear()
+        return held

@@ -1,7 +1,7 @@
 """Keeps several engines within one machine's memory: the longest idle one makes room.
 
 An engine without memory sleeps. Before it sleeps it finishes its requests; requests that arrive
-meanwhile wait and wake it in their turn.
+meanwhile wait and wake it in their turn. One without requests may sleep after a while, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.engine.process.answers import ReadyWaiters
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from appliance.engine.nouns.messages import MemoryPlanned
+
 
 logger = logging.getLogger(__name__)
 
@@ -132,3 +134,26 @@ class Resident:
 
 def _held(places: Iterable[Resident]) -> int:
     return sum(one.memory_bytes for one in places)
+
+
+class IdleTimer:
+    """Calls back after some seconds from `start`.
+
+    Args:
+        seconds: 0 never calls back.
+    """
+
+    def __init__(self, seconds: float, on_idle: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._on_idle = on_idle
+        self._due: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.stop()
+        if self._seconds:
+            self._due = asyncio.get_running_loop().call_later(self._seconds, self._on_idle)
+
+    def stop(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None

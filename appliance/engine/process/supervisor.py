@@ -10,9 +10,12 @@ import asyncio
 import logging
 import time
 from asyncio import sleep
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.engine.nouns.messages import (
     EndTokens,
@@ -27,12 +30,9 @@ from appliance.engine.nouns.messages import (
     WeightsRead,
 )
 from appliance.engine.process.child import EngineProcess
-from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.framing import FrameError
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.restarts import Deaths, SupervisionLimits, Wakes
-from appliance.engine.process.watch import Verdict
-from appliance.engine.process.watchdog import Watchdog
+from appliance.engine.process.watchdog import LOOKS_TO_HANG, Verdict, Watchdog
 from appliance.errors import (
     ApplianceError,
     ConfigError,
@@ -49,20 +49,59 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo, FromEngine, ToEngine
     from appliance.engine.process.launch import LaunchedProcess
 
+
 ProgressCallback = Callable[[str, int, int], None]
 MakeLoad = Callable[[], Load]
 AskEndTokens = Callable[[], Awaitable[tuple[int, ...]]]
-
 SHORT = 5.0  # maximum seconds for which requests wait for the next process
-
 logger = logging.getLogger(__name__)
+
+
+class EngineState(Enum):
+    """The states of an engine, as clients see them."""
+
+    LOADING = "loading"  # for the first time
+    READY = "ready"
+    RESTARTING = "restarting"
+    ASLEEP = "asleep"  # without a process, or its process is ending; a request starts another
+    WAKING = "waking"  # a process loads after sleep
+    FAILED = "failed"  # the first load failed: nothing to serve
+    STOPPED = "stopped"
+
+    @property
+    def accepts(self) -> bool:
+        """True if it accepts requests: it runs, or a request wakes it."""
+        return self in (EngineState.READY, EngineState.ASLEEP, EngineState.WAKING)
+
+
+class Wakes(NamedTuple):
+    """Number of wakes after sleep, and the last one's seconds."""
+
+    number: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisionLimits:
+    """Limits on restarting a process, in seconds."""
+
+    hang_timeout: float = 8.0  # for a process with work that does nothing
+    step_timeout: float = 60.0  # for a process that computes without progress
+    backoff: float = 1.0  # before the second restart in the window, then 3, 7, ...
+    max_backoff: float = 60.0
+    death_window: float = 600.0
+
+    @property
+    def look(self) -> float:
+        """Seconds between two looks at the process."""
+        return self.hang_timeout / LOOKS_TO_HANG
 
 
 class Supervisor:
     """Supervises one engine process at a time.
 
     Args:
-        command: starts a process; `entry.run_engine_process` lists the added arguments.
+        command: starts a process; `worker.run_engine_process` lists the added arguments.
         on_report: called with every report.
         on_death: called with the error when a process ended; another one follows.
         on_ready: called when a restarted engine accepts requests.
@@ -376,3 +415,21 @@ def _failure(text: str, exit_code: int) -> ApplianceError:
         if kind.exit_code == exit_code:
             return kind(text)
     return EngineError(text)
+
+
+@dataclass(slots=True)
+class Deaths:
+    """Counts recent deaths and sets the delay before the next start."""
+
+    limits: SupervisionLimits
+    clock: Callable[[], float] = time.monotonic
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def count(self) -> float:
+        """Record a death; return the seconds to wait."""
+        now = self.clock()
+        self._times.append(now)
+        while now - self._times[0] > self.limits.death_window:
+            self._times.popleft()
+        delay: float = self.limits.backoff * (2 ** (len(self._times) - 1) - 1)
+        return min(delay, self.limits.max_backoff)

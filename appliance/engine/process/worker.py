@@ -1,19 +1,27 @@
-"""The engine process's loop: load the model, step while there is work, otherwise sleep.
+"""The engine process: load the model, step while there is work, otherwise sleep.
 
-An error caused by one request ends only that request; any other ends the process, and its
-supervisor reacts.
+Takes inherited descriptors and never outlives the parent. An error caused by one request ends only
+that request; any other ends the process, and its supervisor reacts.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import faulthandler
 import logging
+import os
+import select
 import signal
+import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from appliance import log
+from appliance.config import cache_dir
 from appliance.engine.memory.admission import Admission
 from appliance.engine.nouns.messages import (
     Abort,
@@ -21,6 +29,7 @@ from appliance.engine.nouns.messages import (
     FetchTable,
     Load,
     LoadAdapter,
+    MemoryPlanned,
     Proceed,
     Progress,
     Ready,
@@ -29,28 +38,50 @@ from appliance.engine.nouns.messages import (
     StartFailed,
     StepReport,
     Submit,
+    ToEngine,
     UnloadAdapter,
     Vocabulary,
+    WeightsRead,
 )
 from appliance.engine.nouns.request import FinishReason
-from appliance.engine.process.engine_socket import EngineSocket, SupervisorGoneError
-from appliance.engine.process.metadata import beacon_of
-from appliance.engine.process.report_pieces import pieces_of
-from appliance.errors import ApplianceError, RequestError
-from appliance.runtime import see_one_gpu
+from appliance.engine.process.framing import FrameDecoder, encode_frame, pieces_of
+from appliance.engine.process.launch import DUMP_STACKS_SIGNAL, beacon_of, map_metadata
+from appliance.errors import ApplianceError, EngineError, RequestError
+from appliance.runtime import die_with_parent, see_one_gpu
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from appliance.engine.nouns.messages import ToEngine
-    from appliance.engine.nouns.request import Request
-    from appliance.engine.process.engine_core import EngineCore, LoadEngine
+    from appliance.config import EngineConfig
+    from appliance.engine.nouns.beacon import Beacon
+    from appliance.engine.nouns.messages import EngineInfo, FromEngine, Table
+    from appliance.engine.nouns.request import AdapterRef, Request
     from appliance.log import RecentWarnings
+    from appliance.stats import EngineStats, SequenceView, StepView
 
+
+AnswerT = TypeVar("AnswerT", Proceed, EndTokens)
+_READ_BYTES = 1 << 20
 SNAPSHOT_SECONDS = 0.25  # between stats and sequences while there is work
-
 logger = logging.getLogger(__name__)
+
+
+def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadEngine]) -> int:
+    """Serve on the descriptors that the supervisor passes; return the exit code."""
+    parser = argparse.ArgumentParser(prog="appliance.engine.process")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--metadata", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    keep_compiled_kernels()
+    faulthandler.enable()
+    faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
+    with socket.socket(fileno=options.socket) as sock:
+        return run_worker(sock, map_metadata(options.metadata, writable=True), find_loader)
+
+
+def keep_compiled_kernels() -> None:
+    """Put compiled GPU kernels into the cache folder, unless the user set one."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
 
 
 def run_worker(
@@ -181,3 +212,131 @@ class EngineLoop:
             steps=self._engine.take_steps(),
             logs=self._warnings.take(),
         )
+
+
+class SupervisorGoneError(Exception):
+    """The supervisor told this process to end, or went away."""
+
+
+class EngineSocket:
+    """Writes block; reads wait only on request."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.closed = False
+        self._socket = sock
+        self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._ranks: dict[int, int] = {}  # process id by pidfd
+
+    def send(self, message: FromEngine) -> None:
+        """Send one message; the next read notices a lost client."""
+        try:
+            self._socket.sendall(encode_frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self.closed = True
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        """Return arrived messages; with `wait`, at least one unless the connection ended.
+
+        Raises:
+            EngineError: a watched process has ended.
+        """
+        messages: list[ToEngine] = []
+        while not self.closed:
+            ready = self._poll.poll(None if wait and not messages else 0)
+            if not ready:
+                break
+            if ended := [self._ranks[file] for file, _ in ready if file in self._ranks]:
+                raise EngineError(f"process {ended[0]}, which has a part of the model, has ended")
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                self.closed = True
+            messages += self._decoder.feed(data)
+        return messages
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Watch processes: a read raises when one has ended."""
+        for pid in pids:
+            file = os.pidfd_open(pid)
+            self._ranks[file] = pid
+            self._poll.register(file, select.POLLIN)
+
+    def ask_for_memory(self, needed: int, free: int) -> None:
+        """Send the memory plan and wait for permission, or raise SupervisorGoneError."""
+        self.send(MemoryPlanned(needed, free))
+        self._answer(Proceed)
+
+    def ask_for_end_tokens(self) -> tuple[int, ...]:
+        """Wait for the tokens that end an answer, or raise SupervisorGoneError."""
+        self.send(WeightsRead())
+        return self._answer(EndTokens).ids
+
+    def _answer(self, kind: type[AnswerT]) -> AnswerT:
+        answer = self.receive(wait=True)
+        if not answer or not isinstance(answer[0], kind):
+            raise SupervisorGoneError
+        return answer[0]
+
+    def close_reading(self) -> None:
+        """Make a pending or the next read see the end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+
+class EngineCore(Protocol):
+    info: EngineInfo
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step would do something."""
+        ...
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or raise RequestError."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Stop a request or one choice of it; return False if it is unknown."""
+        ...
+
+    def step(self) -> StepReport: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def sequences(self) -> tuple[SequenceView, ...]: ...
+
+    def take_steps(self) -> tuple[StepView, ...]: ...
+
+    def load_adapter(self, ref: AdapterRef) -> None:
+        """Read an adapter before its first request; a report has the answer."""
+        ...
+
+    def unload_adapter(self, ref: AdapterRef) -> None:
+        """Forget an adapter once no request uses it."""
+        ...
+
+    def block_table(self, request_id: str, index: int) -> Table: ...
+
+    def close(self) -> None:
+        """Save everything that must outlive the process; takes some seconds at most."""
+        ...
+
+
+class LoadEngine(Protocol):
+    """`load_engine`."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Callable[[], tuple[int, ...]],
+        metadata: memoryview | None,
+        on_progress: Callable[[str, int, int], None],
+        beacon: Beacon,
+        admission: Admission,
+    ) -> EngineCore:
+        """Load a model, or raise ApplianceError."""
+        ...

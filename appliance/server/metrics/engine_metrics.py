@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from appliance.config.api_keys import NO_KEY
 from appliance.engine.blocks.block_metadata import count_states
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.server.metrics.metric_families import counter, gauge, histogram
 from appliance.stats import COMPILE_SECONDS
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from appliance.engine.process.replicas.replica_set import ServedEngine
+    from appliance.engine.process.replica_set import ServedEngine
     from appliance.events import QualityFact
     from appliance.server.metrics.metrics import Metrics
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.server.metrics.metric_families import counter, gauge
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from appliance.engine.process.replicas.replica_set import ServedEngine
+    from appliance.engine.process.replica_set import ServedEngine
 
 
 class ReplicaCollector(Collector):

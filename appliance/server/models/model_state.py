@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from appliance.config.api_keys import NO_KEY
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.engine.run.adapters.adapter_names import LATEST, AdapterRegistry
 from appliance.errors import ApplianceError, EngineUnavailableError, UnknownModelError
 from appliance.model_files.sampling_defaults import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig, ServerConfig
     from appliance.engine.nouns.messages import EngineInfo, StepReport
-    from appliance.engine.process.replicas.replica_set import ServedEngine
+    from appliance.engine.process.replica_set import ServedEngine
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.events import QualityFact
     from appliance.server.http.limits import KeyUse

@@ -10,7 +10,7 @@ from appliance.errors import QueueFullError
 
 if TYPE_CHECKING:
     from appliance.config import ServerConfig
-    from appliance.engine.process.replicas.replica_set import ServedEngine
+    from appliance.engine.process.replica_set import ServedEngine
     from appliance.server.http.key_ring import KeyRing
     from appliance.server.metrics.metrics import Metrics
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.replicas.replica_set import ReplicaSet, ServedEngine
+from appliance.engine.process.replica_set import ReplicaSet, ServedEngine
 from appliance.engine.process.residency import Residency
 from appliance.errors import ConfigError
 from appliance.runtime import free_host_bytes, visible_gpus
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.config import EngineConfig
-    from appliance.engine.process.replica import Replica
+    from appliance.engine.process.client import Replica
 
 MakeClient = Callable[..., EngineClient]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from appliance.config import check_names
 from appliance.config.api_keys import BARE_NAME, NO_KEY
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import ApplianceError, ConfigError, EngineError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.server.http.key_ring import KeyRing

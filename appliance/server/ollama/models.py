@@ -6,7 +6,7 @@ import hashlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.engine.run.adapters.adapter_names import LATEST
 from appliance.server.ollama.answers import Details, RunningModel, Shown, Tag
 from appliance.server.ollama.lines import written

@@ -26,7 +26,7 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.nouns.plan import Sampled
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
-from appliance.engine.process.replicas.router import ReplicaLoad, ReplicaRouter, prompt_hashes
+from appliance.engine.process.router import ReplicaLoad, ReplicaRouter, prompt_hashes
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions

@@ -25,8 +25,8 @@ from waiting import until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.generation import MAX_BACKLOG
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineDiedError, EngineError, RequestError
 
 

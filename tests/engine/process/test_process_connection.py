@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from appliance.engine.nouns.messages import Abort, Progress, StepReport
-from appliance.engine.process.connection import EngineConnection
+from appliance.engine.process.child import EngineConnection
 from appliance.engine.process.framing import FrameDecoder, FrameError, encode_frame
 
 if TYPE_CHECKING:

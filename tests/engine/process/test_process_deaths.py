@@ -17,7 +17,7 @@ from echo_engine import DIE, idle, request, running, tokens
 from waiting import until
 
 from appliance.engine.nouns.messages import Vocabulary
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineDiedError, EngineError, EngineUnavailableError, QuarantinedError
 from appliance.grammar import Grammar
 

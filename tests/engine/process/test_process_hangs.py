@@ -11,9 +11,8 @@ import pytest
 from echo_engine import BUSY, HANG, idle, request, running, tokens
 from waiting import LIMIT, until
 
-from appliance.engine.process.engine_state import EngineState
-from appliance.engine.process.restarts import SupervisionLimits
-from appliance.engine.process.watch import LOOKS_TO_HANG, Verdict, Watch
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
+from appliance.engine.process.watchdog import LOOKS_TO_HANG, Verdict, Watch
 from appliance.errors import EngineDiedError
 
 HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=LIMIT, backoff=0.01)

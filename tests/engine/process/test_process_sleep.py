@@ -13,7 +13,7 @@ from waiting import has_ended, until
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineError
 from appliance.stats import EngineStats
 

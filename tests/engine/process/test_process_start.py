@@ -16,8 +16,8 @@ from waiting import has_ended, until, wait_until
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.engine_state import EngineState
-from appliance.engine.process.entry import keep_compiled_kernels
+from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.worker import keep_compiled_kernels
 from appliance.errors import EngineDiedError, EngineError, MemoryPlanError, ModelError
 
 

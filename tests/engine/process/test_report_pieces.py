@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 from appliance.engine.nouns.messages import Candidate, SequenceDelta, StepReport, TokenLogprobs
 from appliance.engine.nouns.request import FinishReason
-from appliance.engine.process.framing import MAX_FRAME_BYTES, encode_frame
-from appliance.engine.process.report_pieces import MAX_CANDIDATES, pieces_of
+from appliance.engine.process.framing import (
+    MAX_CANDIDATES,
+    MAX_FRAME_BYTES,
+    encode_frame,
+    pieces_of,
+)
 from appliance.stats import EngineStats
 
 

@@ -12,8 +12,8 @@ from waiting import until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.residency import Residency
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, MemoryPlanError
 
 if TYPE_CHECKING:

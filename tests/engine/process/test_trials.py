@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import cast
 
 from appliance.engine.process.generation import Generation
-from appliance.engine.process.trials import Trials
+from appliance.engine.process.quarantine import Trials
 
 
 class Asked:

@@ -16,8 +16,8 @@ from appliance.engine.nouns.beacon import MAX_NAMES, Beacon, name_of
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.quarantine import SECONDS, Quarantine, mark_of
-from appliance.engine.process.restarts import Deaths, SupervisionLimits
-from appliance.engine.process.watch import (
+from appliance.engine.process.supervisor import Deaths, SupervisionLimits
+from appliance.engine.process.watchdog import (
     LOOKS_TO_DOUBT,
     LOOKS_TO_HANG,
     Signs,

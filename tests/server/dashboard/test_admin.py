@@ -11,7 +11,7 @@ import pytest
 from block_cells import unpack_cell
 from waiting import LIMIT, until
 
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.events import (
     BlockState,
     Delta,

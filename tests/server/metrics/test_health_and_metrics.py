@@ -7,7 +7,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.server.metrics.metrics import Metrics, RequestTimer
 
 if TYPE_CHECKING:

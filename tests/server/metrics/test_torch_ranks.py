@@ -12,9 +12,8 @@ import psutil
 from sure_models import THREE_GROUPS, write_sure_model
 from waiting import until
 
-from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 
 if TYPE_CHECKING:
     from pathlib import Path

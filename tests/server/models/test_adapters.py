@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from appliance.config import EngineConfig
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ConfigError
 

@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import LIMIT, until
 
 from appliance.config import EngineConfig
-from appliance.engine.process.engine_state import EngineState
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.events import Info, Stats
 from appliance.server.dashboard.watcher import Watcher

@@ -9,7 +9,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.events import Info
 from appliance.server.dashboard.watcher import Watcher, server_info
 

@@ -13,7 +13,7 @@ import pytest
 from echo_templates import TOOLS
 from waiting import LIMIT, until
 
-from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.supervisor import EngineState
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

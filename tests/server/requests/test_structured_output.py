@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import SupervisionLimits
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from encoder_models import make, make_decoder, write_tokenizer
 from safetensors.torch import save_file
 
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import SupervisionLimits
 from appliance.files import write_json
 from appliance.tokenizer import Tokenizer
 

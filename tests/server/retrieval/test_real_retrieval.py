@@ -11,7 +11,7 @@ from transformers_gguf import load_with_transformers
 
 from appliance.engine.nouns.request import Pooling
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import SupervisionLimits
 from appliance.model_files.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
 from appliance.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from appliance.engine.nouns.request import Request
 
-NameT = TypeVar("NameT", bound=Hashable)
 
+NameT = TypeVar("NameT", bound=Hashable)
 # Skip a replica with more sequences than FACTOR times the least loaded one's plus SLACK. A few
 # sequences cost a step little, while a lost prefix must be recomputed.
 FACTOR = 1.5

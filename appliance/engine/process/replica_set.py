@@ -9,34 +9,44 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from itertools import chain, count
-from typing import TYPE_CHECKING
+from itertools import chain, count, zip_longest
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appliance.engine.process.client import EngineClient
-from appliance.engine.process.engine_state import EngineState
-from appliance.engine.process.open_requests import OpenRequests
+from appliance.engine.process.client import EngineClient, Replica
+from appliance.engine.process.generation import OpenRequests
 from appliance.engine.process.quarantine import Quarantine, mark_of
-from appliance.engine.process.replica import Replica
-from appliance.engine.process.replicas.merged_stats import merged_stats
-from appliance.engine.process.replicas.replica_adapter_calls import ReplicaAdapterCalls
-from appliance.engine.process.replicas.replica_choice import ReplicaChoice
-from appliance.engine.process.restarts import Wakes
+from appliance.engine.process.router import ReplicaLoad, ReplicaRouter, prompt_hashes
+from appliance.engine.process.supervisor import EngineState, Wakes
 from appliance.errors import EngineUnavailableError, MemoryPlanError
 from appliance.long_lived import tell
+from appliance.stats import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from appliance.config import EngineConfig
     from appliance.engine.nouns.messages import EngineInfo, StepReport, Table, Vocabulary
-    from appliance.engine.nouns.request import Request
+    from appliance.engine.nouns.request import AdapterRef, Request
     from appliance.engine.process.generation import Generation
     from appliance.engine.process.residency import Resident
     from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
-    from appliance.stats import EngineStats
 
+
+# Not summed: sizes of one block or state, values of the last step, and the shared folder on disk.
+_LARGEST = frozenset(
+    {
+        "block_size",
+        "state_bytes",
+        "step_seconds",
+        "model_seconds",
+        "kv_disk_writing",
+        "kv_disk_blocks",
+        "kv_disk_bytes",
+        "kv_disk_capacity_bytes",
+    }
+)
 # The common state is the first of these that a replica has.
 _BEST_FIRST = (
     EngineState.READY,
@@ -76,9 +86,9 @@ class ReplicaSet(OpenRequests):
         for replica in self.replicas:
             replica.observers.append(self._pass_on)
         self.config = self.replicas[0].config
-        self.adapters = ReplicaAdapterCalls(self.replicas)
+        self.adapters = _ReplicaAdapterCalls(self.replicas)
         self._quarantine = quarantine
-        self._choice = ReplicaChoice(self.replicas)
+        self._choice = _ReplicaChoice(self.replicas)
         self._step_numbers = count(1)
 
     def _open(self) -> Iterable[Generation]:
@@ -130,7 +140,7 @@ class ReplicaSet(OpenRequests):
 
     @property
     def stats(self) -> EngineStats:
-        return merged_stats([replica.stats for replica in self.replicas])
+        return _merged_stats([replica.stats for replica in self.replicas])
 
     @property
     def stats_time(self) -> float:
@@ -262,6 +272,95 @@ class ReplicaSet(OpenRequests):
         )
         report = msgspec.structs.replace(report, steps=steps)
         tell(self.observers, report)
+
+
+class _ReplicaChoice:
+    """The router, and its facts about each replica's process."""
+
+    def __init__(self, replicas: Sequence[EngineClient]) -> None:
+        self._replicas = replicas
+        self._router = ReplicaRouter[int]()
+        for place in range(len(replicas)):
+            self._router.begin(place, 0)
+        self._block_size = 0
+        self._pids: list[int | None] = [None] * len(replicas)  # known to the router
+
+    def choose(self, request: Request, but: int | None = None) -> EngineClient | None:
+        """Return the best replica for a request; None if none accepts it.
+
+        Args:
+            but: number of an excluded replica.
+        """
+        able = [
+            place != but and replica.state.accepts for place, replica in enumerate(self._replicas)
+        ]
+        if not any(able):
+            return None
+        awake = [replica.state is EngineState.READY for replica in self._replicas]
+        # One that is silent unusually long gets nothing while another is there.
+        alive = [
+            one and (replica.responsive or replica.state is not EngineState.READY)
+            for one, replica in zip(able, self._replicas, strict=True)
+        ]
+        able = alive if any(alive) else able
+        self._tell_router()
+        loads = {
+            place: ReplicaLoad(replica.num_sequences, awake[place])
+            for place, replica in enumerate(self._replicas)
+            if able[place]
+        }
+        hashes = prompt_hashes(request, self._block_size) if self._router.uses_hashes else []
+        return self._replicas[self._router.route(hashes, loads)]
+
+    def _tell_router(self) -> None:
+        """Reset the router's records of ended processes."""
+        for place, replica in enumerate(self._replicas):
+            if replica.info is not None and replica.pid != self._pids[place]:
+                self._pids[place] = replica.pid
+                info = replica.info
+                blocks = info.num_blocks if replica.config.prefix_caching else 0
+                # Host memory keeps evicted blocks of the same size.
+                blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
+                self._router.begin(place, blocks)
+                self._block_size = info.block_size
+
+
+class _ReplicaAdapterCalls:
+    """An administrator's adapter requests, for all replicas; see `AdapterCalls`."""
+
+    def __init__(self, replicas: Sequence[EngineClient]) -> None:
+        self._replicas = replicas
+
+    async def load(self, ref: AdapterRef) -> None:
+        """Read an adapter before its first request; sleeping replicas read it then.
+
+        Raises:
+            RequestError: the adapter is unusable.
+        """
+        awake = [one for one in self._replicas if one.state is EngineState.READY]
+        awake = awake or [self._replicas[0]]
+        answers = [one.adapters.load(ref) for one in awake]
+        for answer in await asyncio.gather(*answers, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def unload(self, ref: AdapterRef) -> None:
+        """Forget an adapter after the last request that uses it."""
+        for replica in self._replicas:
+            replica.adapters.unload(ref)
+
+
+def _merged_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
+    merged: dict[str, Any] = {}
+    for name in EngineStats.__struct_fields__:
+        values = [getattr(stats, name) for stats in all_stats]
+        if name in _LARGEST:
+            merged[name] = max(values)
+        elif isinstance(values[0], tuple):
+            merged[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+        else:
+            merged[name] = sum(values)
+    return EngineStats(**merged)
 
 
 def _say_nothing(stage: str, done: int, total: int) -> None:

@@ -13,7 +13,7 @@ from appliance.engine.blocks.prefix_cache import PrefixCache
 from appliance.engine.nouns.request import AdapterRef, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
-from appliance.engine.process.replicas.router import (
+from appliance.engine.process.router import (
     SLACK,
     KnownPrompts,
     ReplicaLoad,

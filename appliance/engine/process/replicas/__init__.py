@@ -1,1 +1,0 @@
-"""Several engine processes of one model: routing and common state."""
