@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.limits import Bounds
     from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.sequence import Sequence
-    from appliance.engine.scheduling.fairness import Account
 
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts may take this many times what its answers alone would
@@ -62,13 +61,13 @@ def rank(sequence: Sequence) -> Rank:
     return (sequence.request.priority, sequence.arrival, sequence.index)
 
 
-def turn(priority: int, account: Account) -> tuple[int, int, int]:
+def turn(priority: int, served: int, num_running: int) -> tuple[int, int, int]:
     """Rank owners with prompts, lowest first: deficit round robin.
 
     `served` grows with every token computed for an owner, so the one furthest behind goes next. Two
     owners that always want more differ by at most one request and one step.
     """
-    return (priority, account.served, account.num_running)
+    return (priority, served, num_running)
 
 
 def may_stall(wanted: int, budget: int) -> bool:

@@ -16,10 +16,9 @@ import msgspec
 from appliance.engine.nouns.plan import Plan
 from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.engine.scheduling.deadlines import Deadlines
-from appliance.engine.scheduling.fairness import Accounts
 from appliance.engine.scheduling.policy import MAX_DRAFTS, may_look_ahead, rank
 from appliance.engine.scheduling.step_budget import Stalls, StepBudget
-from appliance.engine.scheduling.waiting import WaitingQueue
+from appliance.engine.scheduling.waiting import Accounts, WaitingQueue
 from appliance.stats import EngineStats
 
 if TYPE_CHECKING:

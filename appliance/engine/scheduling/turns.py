@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from appliance.engine.nouns.sequence import Sequence
-    from appliance.engine.scheduling.fairness import Account, Accounts
     from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
-    from appliance.engine.scheduling.waiting import Lane
+    from appliance.engine.scheduling.waiting import Account, Accounts, Lane
 
 
 def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]]) -> None:
@@ -162,7 +161,7 @@ class Demand:
 
     def key(self) -> tuple[int, int, int]:
         """Rank for the next turn, lowest first."""
-        return turn(self.priority, self.account)
+        return turn(self.priority, self.account.served, self.account.num_running)
 
     def take(self, start: Start) -> tuple[Sequence, int] | None:
         """Take the prompt whose turn it is, with the rows it wants; None if there is none."""
