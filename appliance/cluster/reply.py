@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.server.anthropic.messages import WIRE as ANTHROPIC_WIRE
-from appliance.server.http.errors import ANTHROPIC_PATH, OLLAMA_PREFIX, error_body, error_response
-from appliance.server.http.frames import SERVER_SENT_EVENTS
-from appliance.server.ollama.lines import WIRE as OLLAMA_WIRE
+from appliance.server.http.errors import error_body, error_response
+from appliance.server.http.protocols import OPENAI, PROTOCOLS, protocol_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
-STREAMS = (SERVER_SENT_EVENTS.media_type, OLLAMA_WIRE.media_type)
+STREAMS = {one.wire.media_type for one in (OPENAI, *PROTOCOLS)}
 
 # Headers that the front's own server and door set, and those of one connection.
 _NOT_PASSED_ON = {
@@ -37,12 +35,7 @@ class Reply:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.committed = self.begun = False
         self._scope, self._receive, self._send = scope, receive, send
-        path = scope["path"]
-        if path.startswith(ANTHROPIC_PATH):
-            self._wire = ANTHROPIC_WIRE
-        else:
-            self._wire = OLLAMA_WIRE if path.startswith(OLLAMA_PREFIX) else SERVER_SENT_EVENTS
-        self._frame_end = b"\n" if self._wire is OLLAMA_WIRE else b"\n\n"
+        self._wire = protocol_of(scope).wire
         self._part = b""
 
     async def whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
@@ -65,8 +58,8 @@ class Reply:
         Half a frame before an error would make both unreadable.
         """
         data = self._part + data
-        end = data.rfind(self._frame_end) + len(self._frame_end)
-        if end < len(self._frame_end):
+        end = data.rfind(self._wire.frame_end) + len(self._wire.frame_end)
+        if end < len(self._wire.frame_end):
             end = len(data) if not data.strip() else 0  # Ollama's keep-alive is a space
         self._part = data[end:]
         if end:

@@ -132,7 +132,3 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     """The last event."""
-
-
-class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """Keep-alive."""

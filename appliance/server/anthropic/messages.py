@@ -21,7 +21,6 @@ from appliance.server.anthropic.answers import (
     MessageStart,
     MessageStop,
     OutputTokensDetails,
-    Ping,
     SignatureDelta,
     StopDelta,
     TextBlock,
@@ -30,7 +29,7 @@ from appliance.server.anthropic.answers import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from appliance.server.http.frames import FrameTemplate, Wire, event_frame
+from appliance.server.http.frames import FrameTemplate, event_frame
 from appliance.server.requests.tools import arguments_of
 
 if TYPE_CHECKING:
@@ -45,9 +44,6 @@ _MARK = FrameTemplate.MARK
 
 def _frame(event: Any) -> bytes:
     return event_frame(event.__struct_config__.tag, event)
-
-
-WIRE = Wire(keep_alive=_frame(Ping()), frame=lambda body: event_frame("error", body))
 
 
 async def message_frames(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.anthropic.answers import AnthropicMessage, InputTokens
-from appliance.server.anthropic.messages import WIRE, message_frames, whole_message
+from appliance.server.anthropic.messages import message_frames, whole_message
 from appliance.server.anthropic.schema import (
     HARMLESS,
     UNSUPPORTED,
@@ -19,13 +19,11 @@ from appliance.server.anthropic.schema import (
 from appliance.server.anthropic.turns import tools_of, turns_of
 from appliance.server.http.body import body_size
 from appliance.server.http.errors import (
-    ANTHROPIC_PATH,
-    NO_THREADS,
-    AnthropicErrorBody,
     json_response,
     request_id_of,
 )
 from appliance.server.http.openapi import describes
+from appliance.server.http.protocols import ANTHROPIC, NO_THREADS
 from appliance.server.http.request_middleware import key_name
 from appliance.server.http.stream import EventStream
 from appliance.server.requests.conversation import Conversation, conversation
@@ -41,9 +39,9 @@ if TYPE_CHECKING:
 
 def anthropic_router(server: ServerState) -> APIRouter:
     router = APIRouter()
-    described = partial(describes, error=AnthropicErrorBody)
+    described = partial(describes, protocol=ANTHROPIC)
 
-    @router.post(ANTHROPIC_PATH, **described(MessagesRequest, AnthropicMessage, streams=True))
+    @router.post(ANTHROPIC.prefix, **described(MessagesRequest, AnthropicMessage, streams=True))
     async def messages(request: Request) -> Response:
         state, body = await take_body(
             server, request, MessagesRequest, UNSUPPORTED, HARMLESS, streams=True
@@ -70,13 +68,13 @@ def anthropic_router(server: ServerState) -> APIRouter:
             )
             if body.stream:
                 frames = message_frames(exchange, answer, max_tokens=body.max_tokens)
-                return EventStream(frames, wire=WIRE, holds=answer)
+                return EventStream(frames, wire=ANTHROPIC.wire, holds=answer)
             build = partial(whole_message, exchange, answer, max_tokens=body.max_tokens)
             return await whole_response(request, answer, build)
 
-        return await once_loaded(state, request, respond, streams=bool(body.stream), wire=WIRE)
+        return await once_loaded(state, request, respond, streams=bool(body.stream))
 
-    @router.post(f"{ANTHROPIC_PATH}/count_tokens", **described(CountRequest, InputTokens))
+    @router.post(f"{ANTHROPIC.prefix}/count_tokens", **described(CountRequest, InputTokens))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of the prompt that these messages make."""
         state, body = await take_body(server, request, CountRequest, UNSUPPORTED, HARMLESS)

@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from appliance.errors import RequestError
 from appliance.server.http.errors import (
-    OLLAMA_PREFIX,
     BodyTimeoutError,
     BodyTooLargeError,
     MediaTypeError,
 )
+from appliance.server.http.protocols import protocol_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -75,11 +75,10 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 def _may_lack_type(request: Request) -> bool:
     """Return True if a body may have any content type.
 
-    Ollama ignores the header, and its clients send none, or curl's for forms. A browser needs no
-    preflight to send such a body for a foreign page, so its requests, which these headers show,
-    must name JSON.
+    A browser needs no preflight to send such a body for a foreign page, so its requests, which
+    these headers show, must name JSON in every protocol.
     """
-    if not request.scope["path"].startswith(OLLAMA_PREFIX):
+    if protocol_of(request.scope).needs_type:
         return False
     return "origin" not in request.headers and "sec-fetch-site" not in request.headers
 

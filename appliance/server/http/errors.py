@@ -1,10 +1,10 @@
-"""Maps errors to error bodies by one table: OpenAI's, or the path's own protocol's."""
+"""Maps errors to statuses and error bodies by one table, each in its path's protocol."""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from appliance.errors import (
     QuarantinedError,
     RequestError,
 )
+from appliance.server.http.protocols import ErrorBody, ErrorDetail, protocol_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -26,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 2  # seconds, while the engine loads or restarts
 REQUEST_ID = "request_id"  # key in a request's state
-ANTHROPIC_PATH = "/v1/messages"
-OLLAMA_PREFIX = "/api/"
-# A client of Anthropic's that gets it sends the whole conversation, if it may.
-NO_THREADS = "thread_unsupported_request"
 ENGINE_DIED = "x-engine-died"  # header for a cluster's front: the engine died with this request
 
 
@@ -98,62 +95,6 @@ class TooManyConnectionsError(RequestError):
         super().__init__(f"{message}; try again in a moment", code="too_many_connections")
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """The inside of an error body."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """Error body of the OpenAI routes."""
-
-    error: ErrorDetail
-
-
-class ErrorDetails(msgspec.Struct):
-    """The reason of a failure from which Anthropic's clients recover."""
-
-    error_code: str
-    unsupported: list[str]
-
-
-class AnthropicError(msgspec.Struct, omit_defaults=True):
-    """The inside of an error body."""
-
-    type: str
-    message: str
-    details: ErrorDetails | None = None
-
-
-class AnthropicErrorBody(msgspec.Struct, kw_only=True):
-    """Error body of /v1/messages."""
-
-    type: Literal["error"] = "error"
-    error: AnthropicError
-    request_id: str
-
-
-class OllamaErrorBody(msgspec.Struct):
-    """Error body of the routes below /api."""
-
-    error: str
-
-
-# Anthropic's types of errors by status.
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-}
-
-
 def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case RequestError():
@@ -190,12 +131,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
 def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
     """Return an error's body in the path's protocol."""
     status, body, _ = describe(error)
-    path, message = scope.get("path", ""), body.error.message
-    if path.startswith(ANTHROPIC_PATH):
-        return _anthropic_body(status, message, body.error.code, request_id_of(scope))
-    if path.startswith(OLLAMA_PREFIX):
-        return OllamaErrorBody(message)
-    return body
+    return protocol_of(scope).make_error(status, body.error, request_id_of(scope))
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
@@ -225,11 +161,3 @@ def json_response(
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, kind, param, code))
-
-
-def _anthropic_body(
-    status: int, message: str, code: str | None, request_id: str
-) -> AnthropicErrorBody:
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = ErrorDetails(NO_THREADS, ["thread"]) if code == NO_THREADS else None
-    return AnthropicErrorBody(error=AnthropicError(kind, message, details), request_id=request_id)

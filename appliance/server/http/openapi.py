@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi.openapi.utils import get_openapi
 
-from appliance.server.http.errors import ErrorBody
+from appliance.server.http.protocols import OPENAI, ClientProtocol, ErrorBody
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,8 +45,7 @@ def describes(
     streams: bool = False,
     path: tuple[str, ...] = (),
     media_types: tuple[str, ...] = ("application/json",),
-    stream_type: str = "text/event-stream",
-    error: type[msgspec.Struct] = ErrorBody,
+    protocol: ClientProtocol = OPENAI,
 ) -> dict[str, Any]:
     """Return keyword arguments that document a route.
 
@@ -61,13 +60,14 @@ def describes(
     else:
         content = {media_type: _pieces(media_type) for media_type in media_types}
     if streams:
-        content[stream_type] = _pieces(stream_type)
+        media_type = protocol.wire.media_type
+        content[media_type] = _pieces(media_type)
     responses: dict[int | str, dict[str, Any]] = {
         200: {"description": "Success.", "content": content}
     }
     errors = {**(_POST_ERRORS if takes else {404: "There is no such thing."}), **_ANY_ERRORS}
     for status, text in errors.items():
-        schema = {"application/json": {"schema": _reference(error)}}
+        schema = {"application/json": {"schema": _reference(protocol.error_type)}}
         responses[status] = {"description": text, "content": schema}
     extra: dict[str, Any] = {}
     if takes is not None:

@@ -15,9 +15,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from appliance.errors import RequestError
-from appliance.server.http.errors import ANTHROPIC_PATH, REQUEST_ID, FramingError, error_response
+from appliance.server.http.errors import REQUEST_ID, FramingError, error_response
 from appliance.server.http.keys import KeyCheck
 from appliance.server.http.origins import Origins, check_site
+from appliance.server.http.protocols import protocol_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,8 +77,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
-                if scope["path"].startswith(ANTHROPIC_PATH):
-                    response["request-id"] = request_id  # Anthropic's clients look there
+                if id_header := protocol_of(scope).id_header:
+                    response[id_header] = request_id
                 if foreign is not None:
                     response["access-control-allow-origin"] = foreign
                     response["access-control-expose-headers"] = "x-request-id, retry-after"

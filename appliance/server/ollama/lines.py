@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import msgspec
 from msgspec import UNSET
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.engine.nouns.request import FinishReason
-from appliance.server.http.frames import Wire
+from appliance.server.http.frames import line_frame
 from appliance.server.ollama.answers import (
     AnsweredFunction,
     ChatLine,
@@ -30,27 +29,9 @@ if TYPE_CHECKING:
     from appliance.server.requests.exchange import Exchange
     from appliance.server.requests.pieces import FinishedChoice
 
-# Some readers end lines at NEL, LINE and PARAGRAPH SEPARATOR, so escape them.
-_LINE_ENDS = (
-    (b"\xc2\x85", b"\\u0085"),
-    (b"\xe2\x80\xa8", b"\\u2028"),
-    (b"\xe2\x80\xa9", b"\\u2029"),
-)
 NANOSECONDS = 10**9
 
 LineT = TypeVar("LineT", ChatLine, GenerateLine)
-
-
-def line_frame(content: Any) -> bytes:
-    """Encode one line of a stream."""
-    data = msgspec.json.encode(content)
-    for end, escaped in _LINE_ENDS:
-        data = data.replace(end, escaped)
-    return data + b"\n"
-
-
-# White space before a line is part of its JSON, and keeps the connection alive.
-WIRE = Wire(media_type="application/x-ndjson", keep_alive=b" ", frame=line_frame)
 
 
 @dataclass(frozen=True, slots=True)

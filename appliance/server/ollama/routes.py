@@ -14,8 +14,9 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError, UnknownModelError
 from appliance.server.http.body import body_size
-from appliance.server.http.errors import OllamaErrorBody, json_response, request_id_of
+from appliance.server.http.errors import json_response, request_id_of
 from appliance.server.http.openapi import describes
+from appliance.server.http.protocols import OLLAMA
 from appliance.server.http.request_middleware import key_name
 from appliance.server.http.stream import EventStream
 from appliance.server.ollama.answers import (
@@ -32,7 +33,6 @@ from appliance.server.ollama.answers import (
 )
 from appliance.server.ollama.lines import (
     NANOSECONDS,
-    WIRE,
     LineStream,
     chat_line,
     generate_line,
@@ -97,7 +97,7 @@ MANAGING = ("/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/
 
 def ollama_router(server: ServerState) -> APIRouter:
     router = APIRouter()
-    described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
+    described = partial(describes, protocol=OLLAMA)
 
     take = partial(take_body, server, find=lambda name: server.find(name or ""))
 
@@ -127,7 +127,7 @@ def ollama_router(server: ServerState) -> APIRouter:
             return await _respond(state, request, body, answer, lines)
 
         streams = body.stream is not False and bool(turns)
-        return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
+        return await once_loaded(state, request, respond, streams=streams)
 
     @router.post("/api/generate", **described(GenerateRequest, GenerateLine, streams=True))
     async def generate(request: Request) -> Response:
@@ -145,7 +145,7 @@ def ollama_router(server: ServerState) -> APIRouter:
             return await _respond(state, request, body, answer, lines)
 
         streams = body.stream is not False and bool(prompt)
-        return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
+        return await once_loaded(state, request, respond, streams=streams)
 
     @router.post("/api/embed", **described(EmbedRequest, Embedded))
     async def embed(request: Request) -> Response:
@@ -194,7 +194,9 @@ def ollama_router(server: ServerState) -> APIRouter:
             ) from error
         if body.stream is False:
             return json_response(PullStatus())
-        return Response(msgspec.json.encode(PullStatus()) + b"\n", media_type=WIRE.media_type)
+        return Response(
+            msgspec.json.encode(PullStatus()) + b"\n", media_type=OLLAMA.wire.media_type
+        )
 
     @router.get("/api/version", **described(None, OllamaVersion))
     async def version() -> Response:
@@ -316,7 +318,7 @@ async def _respond(
         finally:
             _unload(state, request, body)
 
-    return EventStream(frames(), wire=WIRE, holds=answer)
+    return EventStream(frames(), wire=OLLAMA.wire, holds=answer)
 
 
 async def embedded(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from appliance.server.http.body import note_ignored, read_json
 from appliance.server.http.connection import unless_disconnected
 from appliance.server.http.errors import json_response
-from appliance.server.http.frames import SERVER_SENT_EVENTS
+from appliance.server.http.protocols import protocol_of
 from appliance.server.http.request_middleware import key_name
 from appliance.server.http.stream import EventStream
 from appliance.server.requests import unsupported
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.server.http.body import StructT
-    from appliance.server.http.frames import Wire
     from appliance.server.models.model_state import ModelState
     from appliance.server.models.state import ServerState
     from appliance.server.requests.conversation import Conversation
@@ -91,7 +90,6 @@ async def once_loaded(
     respond: Callable[[], Awaitable[Response]],
     *,
     streams: bool,
-    wire: Wire = SERVER_SENT_EVENTS,
 ) -> Response:
     """Load a request's model, then respond.
 
@@ -105,7 +103,7 @@ async def once_loaded(
         if not model.is_loaded:
             await unless_disconnected(request.receive, model.loaded())
         return await respond()
-    return EventStream(_late_frames(model, respond), wire=wire)
+    return EventStream(_late_frames(model, respond), wire=protocol_of(request.scope).wire)
 
 
 async def _late_frames(
