@@ -45,9 +45,12 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """A loaded model with its cache and its queue, driven by one thread.
 
+    Its parts are public for who looks at one or puts another in its place, between two steps.
+
     Args:
         matchers: the grammars' states, shared with the runner.
         adapters: reads adapters; None if requests cannot use one.
+        clock: seconds; requests time out by it.
     """
 
     def __init__(
@@ -63,13 +66,15 @@ class LLMEngine:
         beacon: Beacon | None = None,
     ) -> None:
         self.info = info
-        self._clock = clock
+        self.clock = clock
         self._beacon = beacon or Beacon()
-        self._scheduler = scheduler
-        self._tiers = tiers
-        self._runner = runner
-        self._grammars = Grammars(scheduler, matchers, info)
-        self._adapters = None if adapters is None else AdapterPool(adapters, self._live, clock)
+        self.scheduler = scheduler
+        self.tiers = tiers
+        self.runner = runner
+        self.grammars = Grammars(scheduler, matchers, info)
+        self.adapters = None
+        if adapters is not None:
+            self.adapters = AdapterPool(adapters, self._live, lambda: self.clock())
         # Each with its launch time, and True if it was planned while another one ran.
         self._in_flight: deque[tuple[Plan, float, bool]] = deque()
         self._expired: list[SequenceDelta] = []  # for the next report
@@ -82,16 +87,20 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        serving = self._scheduler.has_work or bool(
-            self._in_flight or self._expired or self._grammars.waiting
+        serving = self.scheduler.has_work or bool(
+            self._in_flight or self._expired or self.grammars.waiting
         )
-        serving = serving or (self._adapters is not None and self._adapters.is_busy)
-        spare = self._tiers.has_writes or self._grammars.prepares
+        serving = serving or (self.adapters is not None and self.adapters.is_busy)
+        spare = self.tiers.has_writes or self.grammars.prepares
         return serving or spare
+
+    def check_invariants(self) -> None:
+        """Assert what is true between two steps of blocks, states and sequences."""
+        self.scheduler.check_invariants()
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the model's tokens; call it before the first request with a grammar."""
-        self._grammars.set_vocabulary(vocabulary)
+        self.grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -105,17 +114,17 @@ class LLMEngine:
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
         if request.adapter is not None:
-            if self._adapters is None:
+            if self.adapters is None:
                 raise RequestError("this engine has no room for adapters", param="model")
-            ready = self._adapters.take(request)
+            ready = self.adapters.take(request)
             if ready is None:
                 return
             request = ready
-        self._admit(request, self._clock())
+        self._admit(request, self.clock())
 
     def _admit(self, request: Request, now: float) -> None:
-        if not self._grammars.hold(request):
-            self._scheduler.add(request, now)
+        if not self.grammars.hold(request):
+            self.scheduler.add(request, now)
 
     def install_adapter(self, ref: AdapterRef) -> None:
         """Load an adapter at once, before the first step.
@@ -123,28 +132,28 @@ class LLMEngine:
         Raises:
             ModelError: it cannot be used with this model.
         """
-        assert self._adapters is not None
-        self._adapters.install(ref)
+        assert self.adapters is not None
+        self.adapters.install(ref)
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter before its first request; a report has the answer."""
-        if self._adapters is not None:
-            self._adapters.wish(ref)
+        if self.adapters is not None:
+            self.adapters.wish(ref)
 
     def unload_adapter(self, ref: AdapterRef) -> None:
         """Forget an adapter once no request uses it."""
-        if self._adapters is not None:
-            self._adapters.unload(ref)
+        if self.adapters is not None:
+            self.adapters.unload(ref)
 
     def _live(self) -> set[str]:
-        live = {sequence.request.request_id for sequence in self._scheduler.sequences()}
-        return live | self._grammars.held()
+        live = {sequence.request.request_id for sequence in self.scheduler.sequences()}
+        return live | self.grammars.held()
 
     def _start_adapted(self, now: float) -> None:
         """Queue the requests whose adapter has been read."""
-        if self._adapters is None or not self._adapters.is_busy:
+        if self.adapters is None or not self.adapters.is_busy:
             return
-        ready, ends = self._adapters.start(now)
+        ready, ends = self.adapters.start(now)
         self._expired += ends
         for request in ready:
             try:
@@ -154,97 +163,97 @@ class LLMEngine:
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in any phase; return False if it was not live."""
-        if self._adapters is not None and self._adapters.abandon(request_id):
+        if self.adapters is not None and self.adapters.abandon(request_id):
             return True
-        return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
+        return self.grammars.abandon(request_id) or self.scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
         """Start one step and finish the oldest one; deltas are in plan order.
 
         An interrupt, such as Ctrl-C, discards steps in flight; the next steps repeat them.
         """
-        begin = now = self._clock()
-        self._expired += _overdue(self._scheduler.expire(now), now)
+        begin = now = self.clock()
+        self._expired += _overdue(self.scheduler.expire(now), now)
         self._start_adapted(now)
-        self._expired += self._grammars.start(now)
-        launched = self._scheduler.plan(now)
+        self._expired += self.grammars.start(now)
+        launched = self.scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            waits = self._adapters is not None and self._adapters.idle()
-            if not (waits or self._expired or self._grammars.idle()):
-                self._tiers.idle()
+            waits = self.adapters is not None and self.adapters.idle()
+            if not (waits or self._expired or self.grammars.idle()):
+                self.tiers.idle()
             return self._report()
         try:
             if launched is not None:
                 if started:
                     self._beacon.start(started)
-                self._tiers.hold(self._runner.launch(launched))
+                self.tiers.hold(self.runner.launch(launched))
                 self._in_flight.append((launched, begin, bool(self._in_flight)))
-                if len(self._in_flight) <= self._runner.depth:
+                if len(self._in_flight) <= self.runner.depth:
                     return self._report(started=started)
             sampled = self._collect()
         except MemoryError as error:
-            self._discard_plans()
+            self.discard_plans()
             return self._without_memory(launched, error)
         except BaseException:
-            self._discard_plans()
+            self.discard_plans()
             raise
         plan, begun, is_ahead = self._in_flight.popleft()
         load = plan.load
         deltas = self._commit(plan, sampled)
-        end = self._clock()
+        end = self.clock()
         self._step_seconds = end - begin
-        self._scheduler.observe(load, end - max(begun, self._last_end), is_ahead=is_ahead)
+        self.scheduler.observe(load, end - max(begun, self._last_end), is_ahead=is_ahead)
         self._last_end = end
         self._num_steps += 1
         self._beacon.advance()
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
         if plan.num_prompt_rows:
-            self._tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
-        self._tiers.after_step()
+            self.tiers.rates.saw_step(plan.num_tokens, self.runner.seconds)
+        self.tiers.after_step()
         return self._report(deltas, started)
 
     def _collect(self) -> list[Sampled]:
-        if not self._runner.depth:
-            return self._runner.collect()
+        if not self.runner.depth:
+            return self.runner.collect()
         with self._beacon.waiting_for_device():
-            return self._runner.collect()
+            return self.runner.collect()
 
     def _report(
         self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
     ) -> StepReport:
         expired, self._expired = self._expired, []
-        answers = () if self._adapters is None else self._adapters.take_answers()
+        answers = () if self.adapters is None else self.adapters.take_answers()
         return StepReport(deltas=(*expired, *deltas), started=started, adapters=answers)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         self._nan_logits += sum([result.broken for result in sampled])
-        return _deltas_of(self._grammars.advance(self._scheduler.commit(plan, sampled)))
+        return _deltas_of(self.grammars.advance(self.scheduler.commit(plan, sampled)))
 
     def close(self) -> None:
         """Write pending blocks to disk, as far as time allows."""
-        if self._adapters is not None:
-            self._adapters.close()
-        self._tiers.close()
+        if self.adapters is not None:
+            self.adapters.close()
+        self.tiers.close()
 
-    def _discard_plans(self) -> None:
+    def discard_plans(self) -> None:
         self._in_flight.clear()
-        self._runner.discard()
-        self._scheduler.discard_plans()
+        self.runner.discard()
+        self.scheduler.discard_plans()
 
     def stats(self) -> EngineStats:
-        stats = self._grammars.add_stats(self._scheduler.stats())
-        waiting = 0 if self._adapters is None else self._adapters.waiting
+        stats = self.grammars.add_stats(self.scheduler.stats())
+        waiting = 0 if self.adapters is None else self.adapters.waiting
         return msgspec.structs.replace(
             stats,
             waiting=stats.waiting + waiting,
             step_seconds=self._step_seconds,
-            model_seconds=self._runner.seconds,
+            model_seconds=self.runner.seconds,
             nan_logits_total=self._nan_logits,
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        return view_sequences(self._scheduler, self._tiers, self._clock())
+        return view_sequences(self.scheduler, self.tiers, self.clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
         """Return the steps since the last call, at most the last `MAX_STEPS_KEPT`."""
@@ -253,7 +262,7 @@ class LLMEngine:
         return steps
 
     def block_table(self, request_id: str, index: int) -> Table:
-        return view_table(self._scheduler, request_id, index, self.info.block_size)
+        return view_table(self.scheduler, request_id, index, self.info.block_size)
 
     def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if any."""
@@ -262,7 +271,7 @@ class LLMEngine:
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
         updates = [
-            update for sequence in failed for update in self._scheduler.fail(sequence, str(error))
+            update for sequence in failed for update in self.scheduler.fail(sequence, str(error))
         ]
         return self._report(_deltas_of(updates), plan.started)
 

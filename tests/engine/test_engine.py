@@ -189,7 +189,7 @@ def test_a_step_without_memory_ends_the_requests_that_made_it_large(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(engine, request("small", prompt(10, 8), max_tokens=9))
-    runner = engine._runner
+    runner = engine.runner
     real = runner.launch
 
     def limited(plan: Plan) -> tuple[SavedBlock, ...]:
@@ -224,7 +224,7 @@ def test_an_interrupted_step_is_repeated(
         answer += [token for delta in engine.step().deltas for token in delta.token_ids]
     with monkeypatch.context() as patch:
         patch.setattr(
-            engine._runner, "launch", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
+            engine.runner, "launch", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         with pytest.raises(KeyboardInterrupt):
             engine.step()

@@ -68,7 +68,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
 
 def held_bytes(engine: LLMEngine) -> int:
     """Count what all caches of an engine hold."""
-    cache: Any = engine._runner._cache  # type: ignore[attr-defined]
+    cache: Any = engine.runner.cache  # type: ignore[attr-defined]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for held in cache.held.values()
@@ -80,11 +80,11 @@ def held_bytes(engine: LLMEngine) -> int:
 def watched(engine: LLMEngine) -> list[int]:
     """Note after each step what its caches hold, and compare that with what blocks count."""
     noted: list[int] = []
-    step, blocks = engine.step, engine._scheduler._state.blocks
+    step, blocks = engine.step, engine.scheduler._state.blocks
 
     def stepped() -> Any:
         report = step()
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
         noted.append(held_bytes(engine))
         assert noted[-1] <= engine.info.kv_bytes + engine.info.state_bytes
         return report

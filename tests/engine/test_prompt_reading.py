@@ -69,7 +69,7 @@ def run(engine: LLMEngine, *requests: Request) -> list[SequenceDelta]:
     deltas: list[SequenceDelta] = []
     while engine.has_work:
         deltas += engine.step().deltas
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens) == (0, 0, 0, 0)
     return deltas
@@ -86,8 +86,8 @@ def scores_of(deltas: list[SequenceDelta], name: str) -> list[tuple[float, list[
 
 
 def executor_of(engine: LLMEngine) -> Any:
-    runner: Any = engine._runner
-    return runner._executor
+    runner: Any = engine.runner
+    return runner.executor
 
 
 def expected_scores(engine: LLMEngine, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_numbers_that_are_none_end_the_request_that_asked(
     engine = load(tiny_llama)
     executor = executor_of(engine)
     break_logits(engine, monkeypatch, lambda call, rows: False)
-    reader: Any = engine._runner
+    reader: Any = engine.runner
     monkeypatch.setattr(reader._reader, "_executor", BrokenHead(executor, float("nan")))
     (delta,) = run(engine, scored("a", prompt(20)))
     assert delta.finish_reason is FinishReason.ERROR

@@ -210,7 +210,7 @@ def test_prompts_beside_answers_replay_a_graph_too(
 ) -> None:
     """One launch a step; on a CPU not with experts, which run in turn there."""
     with running(model[1], LateDevice(), kernels="torch", max_num_batched_tokens=32) as engine:
-        graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+        graphs: Any = engine.runner.graphs  # type: ignore[attr-defined]
         assert (graphs is None) == bool(engine.info.num_experts)
         if graphs is None:
             return

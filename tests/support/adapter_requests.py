@@ -71,5 +71,5 @@ def finish(engine: LLMEngine) -> list[SequenceDelta]:
     deltas: list[SequenceDelta] = []
     while engine.has_work:
         deltas += engine.step().deltas
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     return deltas

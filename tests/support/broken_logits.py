@@ -36,8 +36,8 @@ def break_logits(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, breaks: Callable[[int, int], bool]
 ) -> None:
     """Until the test is over; `breaks` gets the call's number, from 1, and how many rows it has."""
-    runner: Any = engine._runner
-    broken = BrokenExecutor(runner._executor, breaks)
-    for owner in (runner, runner._graphed):
+    runner: Any = engine.runner
+    broken = BrokenExecutor(runner.executor, breaks)
+    for owner in (runner, runner.graphed):
         if owner is not None:
-            monkeypatch.setattr(owner, "_executor", broken)
+            monkeypatch.setattr(owner, "executor", broken)

@@ -105,6 +105,6 @@ def run(engine: LLMEngine, requests: list[Request]) -> tuple[Answers, int]:
             reports = [*reports, *(delta.logprobs or ())]
             tokens = [*tokens, *delta.token_ids]
             found[delta.request_id, delta.index] = (tokens, reports, delta.finish_reason)
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     engine.close()
     return found, pieces

@@ -28,14 +28,14 @@ def draft_always(engine: LLMEngine) -> None:
 
     Nor do prompts depend on how long steps take.
     """
-    engine._clock = lambda: 0.0
-    speculator = engine._scheduler._speculator
+    engine.clock = lambda: 0.0
+    speculator = engine.scheduler.speculator
     if not isinstance(speculator, Speculator):
         return
     speculator.controller.costs = speculator.controller.ahead_costs = FixedCosts(1.0)
-    speculator._clock = lambda: 0.0
-    if speculator._drafting is not None:
-        slow = speculator._drafting._proposer
+    speculator.clock = lambda: 0.0
+    if speculator.drafting is not None:
+        slow = speculator.drafting.proposer
         assert isinstance(slow, DraftModelProposer)
         slow.costs = FixedCosts(0.001)
-        slow._clock = lambda: 0.0
+        slow.clock = lambda: 0.0

@@ -31,7 +31,7 @@ def ask(engine: LLMEngine, count: int, length: int, sampling: SamplingParams) ->
 
 def fill(engine: LLMEngine) -> None:
     """Have every block of the cache written to, as after hours of prompts."""
-    cache: Any = engine._runner._cache  # type: ignore[attr-defined]
+    cache: Any = engine.runner.cache  # type: ignore[attr-defined]
     for block in range(cache.num_blocks):
         cache.write_block(block, bytes(cache.block_bytes))
 

@@ -51,7 +51,7 @@ class EncoderEngine:
         self._encoder = encoder
         self._max_tokens = max_tokens
         self._beacon = beacon
-        self._clock = clock
+        self.clock = clock
         self._waiting = TextQueue()
         self._steps: deque[StepView] = deque(maxlen=MAX_STEPS_KEPT)
         self._step_tokens, self._step_seconds = 0, 0.0
@@ -83,7 +83,7 @@ class EncoderEngine:
                 f"the text has {length} tokens; this model reads {self.info.context_length}",
                 param="input",
             )
-        self._waiting.add(request, self._clock())
+        self._waiting.add(request, self.clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a waiting request; return False if there is none."""
@@ -117,7 +117,7 @@ class EncoderEngine:
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        return self._waiting.views(self._clock())
+        return self._waiting.views(self.clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
         """Return the steps since the last call, at most the last `MAX_STEPS_KEPT`."""
@@ -130,7 +130,7 @@ class EncoderEngine:
         return Table(request_id=request_id, index=index)
 
     def step(self) -> StepReport:
-        now = self._clock()
+        now = self.clock()
         late = self._waiting.expire(now)
         self._expired += len(late)
         chosen = self._waiting.take(self.info.max_num_seqs, self._max_tokens)
@@ -143,7 +143,7 @@ class EncoderEngine:
         self._num_steps += 1
         self._prompt_tokens += num_tokens
         self._beacon.advance()
-        self._step_tokens, self._step_seconds = num_tokens, self._clock() - now
+        self._step_tokens, self._step_seconds = num_tokens, self.clock() - now
         self._steps.append(
             StepView(self._num_steps, num_tokens, 0, len(chosen), self._step_seconds)
         )

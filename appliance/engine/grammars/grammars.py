@@ -41,30 +41,30 @@ class Grammars:
         info: EngineInfo,
     ) -> None:
         self._scheduler = scheduler
-        self._matchers = matchers or Matchers(info.vocab_size, info.eos_token_ids)
+        self.matchers = matchers or Matchers(info.vocab_size, info.eos_token_ids)
         self._info = info
-        self._compiler: GrammarCompiler | None = None  # until the vocabulary arrives
+        self.compiler: GrammarCompiler | None = None  # until the vocabulary arrives
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Set the model's tokens; call it before the first grammar."""
         # Imports a library that most servers never need.
         from appliance.engine.grammars.compiling import GrammarCompiler
 
-        if self._compiler is None:
+        if self.compiler is None:
             info = self._info
-            self._compiler = GrammarCompiler(info.vocab_size, info.eos_token_ids, vocabulary)
+            self.compiler = GrammarCompiler(info.vocab_size, info.eos_token_ids, vocabulary)
 
     @property
     def prepares(self) -> bool:
         """True if it has preparation to do while nothing runs."""
-        return self._compiler is not None and not self._compiler.prepared
+        return self.compiler is not None and not self.compiler.prepared
 
     @property
     def waiting(self) -> int:
-        return 0 if self._compiler is None else self._compiler.waiting
+        return 0 if self.compiler is None else self.compiler.waiting
 
     def held(self) -> set[str]:
-        return set() if self._compiler is None else self._compiler.held()
+        return set() if self.compiler is None else self.compiler.held()
 
     def hold(self, request: Request) -> bool:
         """Hold a request until its grammar is compiled; return False if it has none.
@@ -75,18 +75,18 @@ class Grammars:
         grammar = request.sampling.grammar
         if grammar is None:
             return False
-        if self._compiler is None:
+        if self.compiler is None:
             raise RequestError("this engine has no vocabulary, which grammars need")
-        self._compiler.begin(request, grammar)
+        self.compiler.begin(request, grammar)
         return True
 
     def abandon(self, request_id: str) -> bool:
         """Forget a waiting request; return False if it is not here."""
-        return self._compiler is not None and self._compiler.abandon(request_id)
+        return self.compiler is not None and self.compiler.abandon(request_id)
 
     def idle(self) -> bool:
         """Prepare or wait for a grammar while nothing runs; return False if there is neither."""
-        compiler = self._compiler
+        compiler = self.compiler
         if compiler is None or not (compiler.waiting or self.prepares):
             return False
         compiler.prepare()
@@ -101,13 +101,13 @@ class Grammars:
             The final deltas of refused requests.
         """
         refused: list[SequenceDelta] = []
-        if self._compiler is None:
+        if self.compiler is None:
             return refused
-        for compiled in self._compiler.take():
+        for compiled in self.compiler.take():
             request, error = compiled.request, compiled.error
             if compiled.matcher is not None:
                 live = list(self._scheduler.sequences())
-                self._matchers.add(request.request_id, compiled.matcher, live)
+                self.matchers.add(request.request_id, compiled.matcher, live)
                 try:
                     self._scheduler.add(request, now)
                 except RequestError as failure:
@@ -122,11 +122,11 @@ class Grammars:
         Returns:
             The updates with their finish reasons, then those of sequences that cannot continue.
         """
-        ended = self._matchers.advance(updates)
+        ended = self.matchers.advance(updates)
         if ended:
             updates = self._end(ended, updates)
         if not self._scheduler.has_work:
-            self._matchers.clear()
+            self.matchers.clear()
         return updates
 
     def _end(
@@ -146,7 +146,7 @@ class Grammars:
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """Add compile statistics to a snapshot; requests that wait here count as waiting."""
-        compiler = self._compiler
+        compiler = self.compiler
         if compiler is None:
             return stats
         return msgspec.structs.replace(

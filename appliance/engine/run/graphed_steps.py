@@ -56,7 +56,7 @@ class GraphedSteps(Generic[AnyCache]):
         limit_bytes: int,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        self._executor = executor
+        self.executor = executor
         self._cache = cache
         self._device = device
         self._sampler = sampler
@@ -145,7 +145,7 @@ class GraphedSteps(Generic[AnyCache]):
         token_ids = self._staging.token_ids(shape)
         batch = self._geometry.ragged(tensors, self._tables[: shape.num_seqs], self._adapters)
         rows = None if self._geometry.is_decode else tensors.sample_rows
-        logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache, rows)
+        logits = self.executor.forward(token_ids, tensors.positions, batch, self._cache, rows)
         count = shape.num_samples
         # Out of the graphs' pool, so that all graphs can use the same memory in turn; and
         # unchanged, for reported log probabilities.

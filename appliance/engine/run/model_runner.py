@@ -82,8 +82,8 @@ class ModelRunner(Generic[AnyCache]):
         kept: HiddenRows | None = None,
         graph_bytes: int = 0,
     ) -> None:
-        self._executor = executor
-        self._cache = cache
+        self.executor = executor
+        self.cache = cache
         self._sampler = sampler
         self._device = device
         self._moves = moves
@@ -100,11 +100,11 @@ class ModelRunner(Generic[AnyCache]):
             is_adapted=adapters is not None,
         )
         self._staging = Staging(device, largest)
-        self._graphed: GraphedSteps[AnyCache] | None = None
+        self.graphed: GraphedSteps[AnyCache] | None = None
         if spare is not None:
             from appliance.engine.run.graphed_steps import GraphedSteps
 
-            self._graphed = GraphedSteps(
+            self.graphed = GraphedSteps(
                 executor,
                 cache,
                 sampler,
@@ -125,7 +125,7 @@ class ModelRunner(Generic[AnyCache]):
 
     @property
     def graphs(self) -> GraphCache | None:
-        return None if self._graphed is None else self._graphed.graphs
+        return None if self.graphed is None else self.graphed.graphs
 
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Enqueue one step after those in flight.
@@ -174,17 +174,17 @@ class ModelRunner(Generic[AnyCache]):
 
     def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
         """Capture the graphs of steps, before the first request."""
-        if self._graphed is not None:
+        if self.graphed is not None:
             with self._device.running():
-                self._graphed.capture(on_progress)
+                self.graphed.capture(on_progress)
 
     def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
         reading = PromptReading.of(plan)
         may_adapt = self._adapters is not None
-        graphed = self._graphed if reading is None else None
+        graphed = self.graphed if reading is None else None
         size = None if graphed is None else graphed.size_of(plan)
         spare = None if graphed is None else graphed.spare
-        geometry = Geometry.of(plan, self._cache.block_size, spare, size, may_adapt=may_adapt)
+        geometry = Geometry.of(plan, self.cache.block_size, spare, size, may_adapt=may_adapt)
         shape, settings = stage(
             plan.scheduled, geometry, self._staging, self._sampler, self._places
         )
@@ -194,21 +194,21 @@ class ModelRunner(Generic[AnyCache]):
             token_ids = self._staging.token_ids(shape)
             rows = tensors.sample_rows
             batch = geometry.ragged(tensors, tensors.block_tables, self._adapters)
-            step = (token_ids, tensors.positions, batch, self._cache)
+            step = (token_ids, tensors.positions, batch, self.cache)
             if reading is None and self._kept is None:
-                logits = self._executor.forward(*step, rows)
+                logits = self.executor.forward(*step, rows)
             else:
                 wanted = rows
                 if reading is not None:
                     wanted = self._device.send(np.array(reading.rows))
                 if self._kept is None:
-                    hidden = self._executor.hidden(*step, wanted)
+                    hidden = self.executor.hidden(*step, wanted)
                 else:
                     hidden = self._kept.run(plan.scheduled, step, wanted)
                 if reading is not None:
                     # First, so that the prompts' logits and the samples' never exist together.
                     reads = self._reader.launch(hidden, reading)
-                logits = self._executor.logits(hidden[: len(rows)])
+                logits = self.executor.logits(hidden[: len(rows)])
         else:
             logits, drawn = graphed.run(size, geometry, shape, tensors)
         if settings.has_penalties and (drawn is None or settings.adjusted or settings.obeying):

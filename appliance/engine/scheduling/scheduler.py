@@ -106,7 +106,7 @@ class Scheduler:
         )
         in_flight = InFlight(bounds.max_tokens, look_ahead=look_ahead)
         self._state = State(blocks, tiers or Tiers.none(blocks), bounds, in_flight)
-        self._speculator = speculator
+        self.speculator = speculator
         self._last_arrival = -math.inf
 
     @property
@@ -132,8 +132,8 @@ class Scheduler:
         if request.request_id in state.groups:
             raise RequestError(f"request id {request.request_id} is in use; choose another")
         check_request(request, state.bounds)
-        if self._speculator is not None:
-            self._speculator.check(request)
+        if self.speculator is not None:
+            self.speculator.check(request)
         # Two requests in one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
         state.enter(_group_of(request, self._last_arrival, state.bounds, state.blocks))
@@ -176,8 +176,8 @@ class Scheduler:
         ended = sequence.group.unit(sequence)
         for member in ended:
             self._state.end(member, reason)
-            if self._speculator is not None:
-                self._speculator.end(member)
+            if self.speculator is not None:
+                self.speculator.end(member)
         return ended
 
     def fail(self, sequence: Sequence, error: str | None) -> list[Update]:
@@ -279,7 +279,7 @@ class Scheduler:
 
     def _waits(self, decodes: Rows, prompts: Rows) -> bool:
         """Return True if the plan in flight decides what the next one should hold."""
-        speculator, in_flight = self._speculator, self._state.in_flight
+        speculator, in_flight = self.speculator, self._state.in_flight
         if speculator is None or not in_flight.entries:
             return False
         if in_flight.has_drafts:
@@ -294,7 +294,7 @@ class Scheduler:
 
     def _drafts(self, decodes: Rows, prompts: Rows) -> dict[Sequence, tuple[int, ...]]:
         """Ask for drafts, in steps that may hold some."""
-        speculator, in_flight = self._speculator, self._state.in_flight
+        speculator, in_flight = self.speculator, self._state.in_flight
         if speculator is None or not self._may_draft(decodes, prompts):
             return {}
         bounds = self._state.bounds
@@ -355,8 +355,8 @@ class Scheduler:
             is_ahead: the step was planned while the one before it ran.
         """
         self._state.budget.observe(load, seconds)
-        if self._speculator is not None:
-            self._speculator.observe(load, seconds, is_ahead=is_ahead)
+        if self.speculator is not None:
+            self.speculator.observe(load, seconds, is_ahead=is_ahead)
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of the snapshot; the engine adds times."""

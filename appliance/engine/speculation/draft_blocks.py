@@ -75,7 +75,7 @@ class DraftBlocks:
         self._hidden = hidden
         self._num_blocks = num_blocks
         self._num_scratch = scratch_blocks(block_size)
-        self._held: dict[int, int] = {}  # content by block
+        self.held: dict[int, int] = {}  # content by block
         self._reads: dict[Sequence, _Read] = {}
         self._tails: dict[int, _Tail] = {}  # by slot
         self._copies: list[tuple[int, int]] = []
@@ -142,7 +142,7 @@ class DraftBlocks:
         read = self._reads[sequence]
         for place in range(start // size, min(full, end // size)):
             block = sequence.block_table[place]
-            self._held[block] = read.contents[place]
+            self.held[block] = read.contents[place]
             read.known[place:] = array("i", (block,))
             read.holes.discard(place)
         first = full * size
@@ -191,7 +191,7 @@ class DraftBlocks:
         return begun
 
     def _holds(self, block: int, content: int) -> bool:
-        return self._held.get(block) == content
+        return self.held.get(block) == content
 
     def _fill(self, sequence: Sequence, place: int, content: int) -> bool:
         """Fill a block from scratch; return False if scratch lacks some of its tokens."""
@@ -200,7 +200,7 @@ class DraftBlocks:
             return False
         block = sequence.block_table[place]
         self._copies.append((self._scratch(sequence, place), block))
-        self._held[block] = content
+        self.held[block] = content
         tail = self._tails[sequence.slot]
         tail.first += size
         del tail.token_ids[:size]

@@ -91,9 +91,9 @@ class DraftModelProposer:
         self.costs = RowCosts()
         self.read_seconds = 0.0
         self._model = model
-        self._blocks = blocks
+        self.blocks = blocks
         self._vocab_size = vocab_size
-        self._clock = clock
+        self.clock = clock
 
     def source(self, sequence: Sequence) -> str:
         """Return the source under which to learn a sequence's acceptance."""
@@ -101,7 +101,7 @@ class DraftModelProposer:
 
     def unread(self, sequence: Sequence) -> int:
         """Return the number of tokens to read before the first draft."""
-        return self._blocks.num_rows(sequence) - (self._blocks.num_read(sequence) or 0)
+        return self.blocks.num_rows(sequence) - (self.blocks.num_read(sequence) or 0)
 
     def propose(
         self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
@@ -122,10 +122,10 @@ class DraftModelProposer:
             for one in rows
             if one.draws
         ]
-        self._model.copy(self._blocks.take_copies())
+        self._model.copy(self.blocks.take_copies())
         drawn = self._round(rows)
         for one in rows:
-            self._blocks.wrote(one.sequence, one.start, one.token_ids)
+            self.blocks.wrote(one.sequence, one.start, one.token_ids)
         growing, chances = drafts, [1.0] * len(drafts)
         while growing:
             kept = []
@@ -144,13 +144,13 @@ class DraftModelProposer:
         return self._finished(drafts)
 
     def end(self, sequence: Sequence) -> None:
-        self._blocks.end(sequence)
+        self.blocks.end(sequence)
 
     def _first_rows(self, sequences: Ordered[Sequence]) -> list[DraftRows]:
         """Return rows of unread tokens, as many as one step may read."""
-        found, room, size = [], READ_ROWS, self._blocks.block_size
+        found, room, size = [], READ_ROWS, self.blocks.block_size
         for sequence in sequences:
-            start, end = self._blocks.num_read(sequence), self._blocks.num_rows(sequence)
+            start, end = self.blocks.num_read(sequence), self.blocks.num_rows(sequence)
             if start is None:
                 continue
             is_whole = end - start <= room
@@ -159,22 +159,22 @@ class DraftModelProposer:
             if end <= start:
                 continue
             room -= end - start
-            blocks, ahead = self._blocks.table(sequence, end), self._blocks.ahead
+            blocks, ahead = self.blocks.table(sequence, end), self.blocks.ahead
             tokens = sequence.token_ids[start + ahead : end + ahead]
-            skipped = self._blocks.num_skipped(sequence)
+            skipped = self.blocks.num_skipped(sequence)
             found.append(DraftRows(sequence, start, tokens, blocks, is_whole, skipped))
         return found
 
     def _next_row(self, one: _Growing) -> DraftRows:
-        end = self._blocks.num_rows(one.sequence) + len(one.token_ids)
-        blocks = self._blocks.table(one.sequence, end)
-        skipped = self._blocks.num_skipped(one.sequence)
+        end = self.blocks.num_rows(one.sequence) + len(one.token_ids)
+        blocks = self.blocks.table(one.sequence, end)
+        skipped = self.blocks.num_skipped(one.sequence)
         return DraftRows(one.sequence, end - 1, one.token_ids[-1:], blocks, skipped=skipped)
 
     def _round(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
-        begin = self._clock()
+        begin = self.clock()
         drawn = self._model.run(rows)
-        seconds, count = self._clock() - begin, sum(len(one.token_ids) for one in rows)
+        seconds, count = self.clock() - begin, sum(len(one.token_ids) for one in rows)
         if count <= 2 * len(rows):
             self.costs.observe(len(rows), seconds)
         elif count >= READ_ROWS // 4:
@@ -186,8 +186,8 @@ class DraftModelProposer:
         for sequence, _, _, token_ids, supports in drafts:
             if token_ids:
                 # A head's draft rows run again, with hidden states of the served model.
-                if not self._blocks.ahead:
-                    self._blocks.wrote(sequence, len(sequence.token_ids), token_ids[:-1])
+                if not self.blocks.ahead:
+                    self.blocks.wrote(sequence, len(sequence.token_ids), token_ids[:-1])
                 found[sequence] = Proposal(
                     tuple(token_ids), self.source(sequence), supports=tuple(supports)
                 )

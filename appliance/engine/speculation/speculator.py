@@ -42,11 +42,11 @@ class Speculator:
     ) -> None:
         self.controller = Controller()
         self._asked_for = asked_for
-        self._drafting = None if slow is None else Drafting(slow, self.controller, most)
-        self._clock = clock
+        self.drafting = None if slow is None else Drafting(slow, self.controller, most)
+        self.clock = clock
         self._spent = 0.0  # drafting seconds of the slow proposer, for the step being planned
         self._run: dict[Sequence, int] = {}  # length before that step, of sequences with its drafts
-        self._proposers = tuple(proposers)
+        self.proposers = tuple(proposers)
         self._matchers = matchers
         self._most = most
 
@@ -62,7 +62,7 @@ class Speculator:
             return {}
         proposals = self._watched(proposals)
         chosen = self.controller.choose(proposals, own_rows, len(answers), room)
-        if self._drafting is not None and self._drafting.is_trial:
+        if self.drafting is not None and self.drafting.is_trial:
             for sequence in drafted.keys() & proposals.keys():
                 left = room - sum(chosen.values()) + chosen.get(sequence, 0)
                 chosen[sequence] = min(len(proposals[sequence].token_ids), left)
@@ -95,25 +95,25 @@ class Speculator:
         """See `Speculates`; excludes drafting time from the cost of rows."""
         spent, self._spent = self._spent, 0.0
         self.controller.observe(load, seconds - spent, is_ahead=is_ahead)
-        if self._drafting is not None:
+        if self.drafting is not None:
             run, self._run = self._run, {}
             gained = sum([len(one.token_ids) - before - 1 for one, before in run.items()])
             rows = load.draft_rows if run else 0
-            self._drafting.observe(rows, seconds - spent, spent, max(0, gained))
+            self.drafting.observe(rows, seconds - spent, spent, max(0, gained))
 
     def end(self, sequence: Sequence) -> None:
         self.controller.acceptance.end(sequence)
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.end(sequence)
-        if self._drafting is not None:
-            self._drafting.end(sequence)
+        if self.drafting is not None:
+            self.drafting.end(sequence)
 
     def _proposed(self, most_of: Mapping[Sequence, int]) -> dict[Sequence, Proposal]:
         """Ask the fast proposers, each for the sequences that those before it leave."""
         for sequence in most_of:
             self.controller.acceptance.learn(sequence)
         proposals: dict[Sequence, Proposal] = {}
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             asked = [(one, most) for one, most in most_of.items() if one not in proposals]
             if not asked:
                 break
@@ -135,9 +135,9 @@ class Speculator:
         num_answers: int,
     ) -> dict[Sequence, Proposal]:
         """Ask the slow proposer for sequences without a proposal, or with a weak one."""
-        if self._drafting is None:
+        if self.drafting is None:
             return {}
-        begin = self._clock()
+        begin = self.clock()
         expected = self.controller.acceptance.expected
         candidates = []
         for sequence, most in most_of.items():
@@ -146,8 +146,8 @@ class Speculator:
                 candidates.append((sequence, most, 0.0))
             elif proposal.source != "forced":
                 candidates.append((sequence, most, sum(expected(sequence, proposal))))
-        found = self._drafting.propose(candidates, own_rows, num_answers)
-        self._spent = self._clock() - begin
+        found = self.drafting.propose(candidates, own_rows, num_answers)
+        self._spent = self.clock() - begin
         return found
 
     def _allowed(self, proposals: dict[Sequence, Proposal]) -> dict[Sequence, Proposal]:
@@ -185,7 +185,7 @@ class Drafting:
     """
 
     def __init__(self, proposer: SlowProposer, controller: Controller, most: int) -> None:
-        self._proposer = proposer
+        self.proposer = proposer
         self._controller = controller
         self._most = most
         self._accounts: dict[int, float] = {}  # seconds by step size
@@ -247,10 +247,10 @@ class Drafting:
         self._has_asked = False
 
     def end(self, sequence: Sequence) -> None:
-        self._proposer.end(sequence)
+        self.proposer.end(sequence)
 
     def _chance(self, sequence: Sequence) -> float:
-        source = self._proposer.source(sequence)
+        source = self.proposer.source(sequence)
         return self._controller.acceptance.typical(sequence, source)
 
     def _judge(
@@ -258,7 +258,7 @@ class Drafting:
     ) -> tuple[bool, float]:
         """Return True if drafts pay, and the chance from which on a draft gets one more token."""
         costs, count = self._controller.costs, len(chances)
-        each, base = self._proposer.costs.seconds(count), costs.seconds(own_rows)
+        each, base = self.proposer.costs.seconds(count), costs.seconds(own_rows)
         if not each:
             return False, 1.0
         tokens, best, length = float(num_answers), margin_of(num_answers) * num_answers / base, 0
@@ -280,7 +280,7 @@ class Drafting:
         self, candidates: Ordered[tuple[Sequence, int, float]], left: float
     ) -> dict[Sequence, Proposal]:
         """Make a short draft for the sequence with the least to read, if there is time."""
-        proposer = self._proposer
+        proposer = self.proposer
         free = {sequence: most for sequence, most, other in candidates if not other}
         if not free:
             return {}
@@ -297,4 +297,4 @@ class Drafting:
         if not asked:
             return {}
         self._has_asked = True
-        return self._proposer.propose(asked, self._controller.acceptance.chance, least)
+        return self.proposer.propose(asked, self._controller.acceptance.chance, least)

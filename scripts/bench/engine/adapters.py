@@ -169,7 +169,7 @@ def traffic(
     options: Namespace, engine: LLMEngine, choices: Sequence[AdapterRef | None]
 ) -> dict[str, float]:
     """Serve requests in order, so many at a time; return counts and times."""
-    pool, waiting = engine._adapters, list(enumerate(choices))
+    pool, waiting = engine.adapters, list(enumerate(choices))
     assert pool is not None
     left, hits, begin, cpu = 0, 0, time.perf_counter(), time.process_time()
     longest = 0.0
@@ -262,7 +262,7 @@ def main() -> None:
             max_loras=options.slots,
             max_lora_rank=options.rank,
         )
-        pool = adapted._adapters
+        pool = adapted.adapters
         assert pool is not None
         loads: list[float] = []
         read = pool._loader.load

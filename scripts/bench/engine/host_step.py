@@ -298,7 +298,7 @@ def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevic
     for _ in range(8):
         engine.step()
     assert bool(engine.stats().draft_tokens_total) == drafts
-    assert StepSize(batch) in engine._runner.graphs.captured  # type: ignore[attr-defined]
+    assert StepSize(batch) in engine.runner.graphs.captured  # type: ignore[attr-defined]
     return engine, device
 
 
@@ -323,8 +323,8 @@ def measure(batch: int, setting: str, context: int, steps: int) -> dict[str, Any
         one_step(engine, encode_frame)
     enqueued = {name: device.counts[name] for name in ENQUEUED} | {"by_name": operators.names}
     watch = Stopwatch()
-    runner: Any = engine._runner
-    watch.watch(engine._scheduler, "plan", "plan")
+    runner: Any = engine.runner
+    watch.watch(engine.scheduler, "plan", "plan")
     watch.watch(runner, "launch", "launch")
     vars(model_runner)["stage"] = watch.timed(stage, "stage")
     watch.watch(runner._sampler, "launch", "sample")

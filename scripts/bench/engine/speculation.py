@@ -248,7 +248,7 @@ def compare(
     runs: list[tuple[Answers, Answers]] = []
     for repeat in range(repeats + 1):
         on, off = (Answers(engine, turns, max_tokens, f"{repeat}") for engine in engines)
-        samplers = [engine._runner._sampler for engine in engines]  # type: ignore[attr-defined]
+        samplers = [engine.runner._sampler for engine in engines]  # type: ignore[attr-defined]
         with replaying(samplers[0], on.answers), replaying(samplers[1], off.answers):
             while on.has_work or off.has_work:
                 on.step()

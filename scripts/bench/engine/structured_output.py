@@ -125,12 +125,12 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> Run
 @contextmanager
 def without_drafts(llm: LLM) -> Iterator[None]:
     """Within it every token takes its step: no text is foretold, and none forced."""
-    scheduler = llm.engine._scheduler
-    speculator, scheduler._speculator = scheduler._speculator, None
+    scheduler = llm.engine.scheduler
+    speculator, scheduler.speculator = scheduler.speculator, None
     try:
         yield
     finally:
-        scheduler._speculator = speculator
+        scheduler.speculator = speculator
 
 
 class TimedMasks(NamedTuple):
@@ -149,7 +149,7 @@ class TimedMasks(NamedTuple):
 @contextmanager
 def timed_waits(llm: LLM, waits: list[float]) -> Iterator[None]:
     """Within it the waits of steps for their masks are added to a list."""
-    matchers: Any = llm.engine._grammars._matchers
+    matchers: Any = llm.engine.grammars.matchers
     begin = matchers.begin
 
     def timed(*step: Any) -> TimedMasks | None:

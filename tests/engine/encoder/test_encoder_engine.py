@@ -130,7 +130,7 @@ def test_deadlines_and_aborts_reach_texts_that_wait(tmp_path: Path) -> None:
     make("bert", tmp_path, ranks=False)
     now = 0.0
     engine = load(tmp_path)
-    engine._clock = lambda: now
+    engine.clock = lambda: now
     engine.submit(request("late", 5, max_queue_seconds=1.0))
     engine.submit(request("gone", 5))
     engine.submit(request("stays", 5, timeout=9.0))

@@ -70,8 +70,8 @@ def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], Answer]:
             key = (delta.request_id, delta.index)
             tokens.setdefault(key, []).extend(delta.token_ids)
             reasons[key] = delta.finish_reason
-        engine._scheduler.check_invariants()
-    assert not engine._grammars._matchers._places, "nothing is kept of what has ended"
+        engine.check_invariants()
+    assert not engine.grammars.matchers._places, "nothing is kept of what has ended"
     return {key: (text_of(found), reasons[key]) for key, found in tokens.items()}
 
 
@@ -303,7 +303,7 @@ def test_few_unused_grammars_are_kept(tiny_llama: Path, monkeypatch: pytest.Monk
     def kept(names: str) -> list[str]:
         for name in names:
             run(engine, request(name, Grammar.regex(name)))
-        compiler = engine._grammars._compiler
+        compiler = engine.grammars.compiler
         assert compiler is not None
         return [text for _, text in compiler._kept]
 
@@ -332,10 +332,10 @@ def test_a_request_with_a_grammar_needs_a_vocabulary(tiny_llama: Path) -> None:
 
 def test_the_vocabulary_is_read_while_nothing_runs(tiny_llama: Path) -> None:
     engine = load(tiny_llama)
-    compiler = engine._grammars._compiler
+    compiler = engine.grammars.compiler
     assert compiler is not None
     engine.submit(request("free", None, max_tokens=3))
-    while engine._scheduler.has_work:
+    while engine.scheduler.has_work:
         assert not compiler.prepared, "not while others wait for their tokens"
         engine.step()
     assert engine.has_work

@@ -68,7 +68,7 @@ def run(engine: LLMEngine, *requests: Request) -> tuple[Found, int]:
             found[delta.request_id, delta.index] = (known, delta.finish_reason)
             if delta.logprobs is not None:
                 assert len(delta.logprobs) == len(delta.token_ids)
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     return found, engine.stats().steps_total - before
 
 
@@ -113,9 +113,9 @@ def test_every_answer_goes_on_in_every_step(tiny_llama: Path) -> None:
         engine.submit(one)
     while engine.has_work:
         engine.step()
-        plan = engine._scheduler._state.counters.last_plan
+        plan = engine.scheduler._state.counters.last_plan
         running = {entry.sequence for entry in plan.scheduled}
-        live = set(engine._scheduler._state.running)
+        live = set(engine.scheduler._state.running)
         assert live <= running
         assert plan.num_tokens <= 16, "drafts take no rows from others"
     assert run(load(tiny_llama, **options), *requests)[0] == expected

@@ -121,10 +121,10 @@ def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path
     if model_type == "deepseek_v3":
         settings["kv_cache_memory"] *= 2  # each rank has all latents
     with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **settings) as engine:
-        engine._scheduler._speculator = ReplayingSpeculator(
+        engine.scheduler.speculator = ReplayingSpeculator(
             {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected)},
             0.8,
-            engine._grammars._matchers,
+            engine.grammars.matchers,
             random.Random(5),
         )
         assert not any("each has all of" in words for words in engine.info.notes)
@@ -165,8 +165,8 @@ def test_a_draft_model_runs_beside_the_ranks_until_one_ends(
         num_bytes = alone.info.weight_bytes
     with loaded(model[1], **divided, speculate="draft=self", **settings) as engine:
         draft_always(engine)
-        speculator: Any = engine._scheduler._speculator
-        speculator._proposers = ()  # the draft model alone
+        speculator: Any = engine.scheduler.speculator
+        speculator.proposers = ()  # the draft model alone
         assert answers(engine, PROMPTS) == expected
         assert engine.stats().accepted_tokens_total > 20
         assert engine.info.drafts.startswith("the model itself at 4 bits: 2 layers, ")

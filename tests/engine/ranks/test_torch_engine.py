@@ -58,8 +58,8 @@ TORCH: dict[str, Any] = {"kernels": "torch", "max_model_len": 160}
 
 def logits(engine: LLMEngine) -> torch.Tensor:
     """Return the logits of a prompt, in a cache of its own in all ranks; ends the engine's."""
-    runner: Any = engine._runner
-    return logits_of(runner._executor, PROMPTS[0])
+    runner: Any = engine.runner
+    return logits_of(runner.executor, PROMPTS[0])
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -180,10 +180,10 @@ def test_drafts_are_verified_by_all_ranks_and_blocks_are_sealed(
         expected = best_two(alone, PROMPTS)
     assert "every layer, since torch executes no pipeline" in " ".join(engine.info.notes)
     right = [[best.token_id for best, _ in places] for places in expected]
-    engine._scheduler._speculator = ReplayingSpeculator(
+    engine.scheduler.speculator = ReplayingSpeculator(
         {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(right)},
         0.8,
-        engine._grammars._matchers,
+        engine.grammars.matchers,
         random.Random(5),
     )
     assert_best(answers(engine, PROMPTS), expected, closeness=0.02)
@@ -198,8 +198,8 @@ def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(
 ) -> None:
     """As a graph does, rank 0 replays without the host's numbers, on other tokens."""
     engine, _ = two_ranks
-    runner: Any = engine._runner
-    executor: Any = runner._executor
+    runner: Any = engine.runner
+    executor: Any = runner.executor
     cache = executor.allocate_cache(KVFormat.FP32, num_blocks=1, block_size=BLOCK_SIZE)
     batch = one_sequence((0,), 0, 4, torch.device("cpu"))
     positions = torch.arange(4)

@@ -71,7 +71,7 @@ def run(engine: LLMEngine) -> dict[tuple[str, int], Answer]:
                 delta.logprobs and [[one.token_id for one in each.top] for each in delta.logprobs],
                 total and round(total, 3),
             )
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     assert engine.stats().blocks_active == 0
     return answers
 

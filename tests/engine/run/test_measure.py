@@ -195,7 +195,7 @@ def test_the_plan_is_made_of_what_was_measured(tiny_llama: Path) -> None:
     with_graphs = load(tiny_llama, Meter(40 * MIB, 20 * MIB, 30 * MIB, overhead=3))
     allowed = graph_allowance(with_graphs.info.memory_bytes, 20 * MIB)
     assert with_graphs.info.workspace_bytes == engine.info.workspace_bytes + spare + allowed
-    cache = with_graphs._runner._cache  # type: ignore[attr-defined]
+    cache = with_graphs.runner.cache  # type: ignore[attr-defined]
     assert cache.num_blocks == with_graphs.info.num_blocks + 1
 
 

@@ -62,7 +62,7 @@ def deltas_of(engine: LLMEngine, *requests: Request) -> list[SequenceDelta]:
     deltas: list[SequenceDelta] = []
     while engine.has_work:
         deltas += engine.step().deltas
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens) == (0, 0, 0, 0)
     return deltas
@@ -109,7 +109,7 @@ MIXED = [
 
 
 def graphs_of(engine: LLMEngine) -> GraphCache:
-    graphs: GraphCache | None = engine._runner.graphs  # type: ignore[attr-defined]
+    graphs: GraphCache | None = engine.runner.graphs  # type: ignore[attr-defined]
     assert graphs is not None
     return graphs
 
@@ -117,7 +117,7 @@ def graphs_of(engine: LLMEngine) -> GraphCache:
 def test_answers_equal_those_without_anything_in_flight(tiny_llama: Path) -> None:
     expected = run(load(tiny_llama, None), *MIXED)
     engine = load(tiny_llama, LateDevice())
-    assert engine._runner.depth == 1
+    assert engine.runner.depth == 1
     assert run(engine, *MIXED) == expected
     assert run(engine, *MIXED) == run(load(tiny_llama, None, prefix_caching=False), *MIXED)
     assert {reason for _, reason, _ in expected.values()} >= {
@@ -249,7 +249,7 @@ def test_penalties_count_tokens_that_the_host_does_not_know_yet(tiny_llama: Path
     graphs = graphs_of(engine)
     engine.submit(requests[0])
     num_calls = 0
-    while engine._scheduler.has_work:
+    while engine.scheduler.has_work:
         engine.step()
         num_calls += 1
     assert num_calls == engine.stats().steps_total + 1, "it waits for each of its tokens"
@@ -316,14 +316,14 @@ def test_a_step_without_memory_ends_its_request_and_the_others_start_over(
     small = request("small", prompt(10, 8), max_tokens=9, ignore_eos=True)
     expected = run(load(tiny_llama, None), small)["small", 0][0]
     engine = load(tiny_llama, LateDevice())
-    real = engine._runner._enqueue  # type: ignore[attr-defined]
+    real = engine.runner._enqueue  # type: ignore[attr-defined]
 
     def limited(plan: Any) -> Any:
         if any(entry.sequence.request.request_id == "large" for entry in plan.scheduled):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(plan)
 
-    monkeypatch.setattr(engine._runner, "_enqueue", limited)
+    monkeypatch.setattr(engine.runner, "_enqueue", limited)
     engine.submit(small)
     deltas = [delta for _ in range(4) for delta in engine.step().deltas]
     deltas += deltas_of(engine, request("large", prompt(40, 9)))
@@ -347,7 +347,7 @@ def test_an_interrupted_step_is_repeated(
             def interrupt(*_: Any) -> None:
                 raise KeyboardInterrupt
 
-            patch.setattr(engine._runner, method, interrupt)
+            patch.setattr(engine.runner, method, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         deltas += [delta for _ in range(3) for delta in engine.step().deltas]

@@ -50,7 +50,7 @@ def loaded(tiny_llama: Path) -> LLMEngine:
 @pytest.fixture
 def clock(loaded: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(loaded, "_clock", clock)
+    monkeypatch.setattr(loaded, "clock", clock)
     return clock
 
 
@@ -75,7 +75,7 @@ def finish(engine: LLMEngine) -> list[SequenceDelta]:
     deltas: list[SequenceDelta] = []
     while engine.has_work:
         deltas += engine.step().deltas
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     assert engine.stats().blocks_active == 0
     return deltas
 
@@ -87,7 +87,7 @@ def test_it_ends_with_what_it_would_have_found_with_so_many_tokens(
     loaded.submit(request("whole", sampling={"max_tokens": num_tokens, "logprobs": 2}))
     whole = finish(loaded)
     loaded.submit(request("cut", timeout=TIMEOUT, sampling={"logprobs": 2}))
-    while next(iter(loaded._scheduler.sequences())).num_output_tokens < num_tokens:
+    while next(iter(loaded.scheduler.sequences())).num_output_tokens < num_tokens:
         assert not loaded.step().deltas
     clock.now = TIMEOUT
     cut = finish(loaded)
@@ -102,8 +102,8 @@ def test_it_ends_with_what_it_would_have_found_with_so_many_tokens(
 
 def test_before_its_first_token_it_ends_with_empty_answers(loaded: LLMEngine, clock: Clock) -> None:
     loaded.submit(request("long", timeout=TIMEOUT))
-    loaded._scheduler.plan(0.0)
-    loaded._discard_plans()  # it was started, and that is all
+    loaded.scheduler.plan(0.0)
+    loaded.discard_plans()  # it was started, and that is all
     clock.now = TIMEOUT
     deltas = finish(loaded)
     assert [(delta.index, delta.token_ids) for delta in deltas] == [(0, ()), (1, ()), (2, ())]
@@ -122,8 +122,8 @@ def test_one_that_was_preempted_still_has_its_beams(loaded: LLMEngine, clock: Cl
     loaded.submit(request("cut", timeout=TIMEOUT))
     for _ in range(6):
         loaded.step()
-    loaded._scheduler.plan(0.0)
-    loaded._discard_plans()
+    loaded.scheduler.plan(0.0)
+    loaded.discard_plans()
     assert loaded.stats().waiting == 4
     clock.now = TIMEOUT
     assert [len(delta.token_ids) for delta in finish(loaded)] == [6, 6, 6]

@@ -77,7 +77,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], Sequence
         engine.submit(item)
     answers: dict[tuple[str, int], SequenceDelta] = {}
     while engine.has_work:
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
         for delta in engine.step().deltas:
             assert (delta.request_id, delta.index) not in answers
             answers[delta.request_id, delta.index] = delta
@@ -245,12 +245,12 @@ def test_a_failed_step_is_repeated(engine: LLMEngine, monkeypatch: pytest.Monkey
     for step in itertools.count():
         if step in (0, 2, 9):
             with monkeypatch.context() as patch:
-                patch.setattr(engine._runner, "launch", lambda plan: 1 / 0)
+                patch.setattr(engine.runner, "launch", lambda plan: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     engine.step()
         for delta in engine.step().deltas:
             found[delta.request_id, delta.index] = delta.token_ids
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
         if not engine.has_work:
             break
     assert found == {key: answer.token_ids for key, answer in answers.items()}

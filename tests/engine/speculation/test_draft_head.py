@@ -201,8 +201,8 @@ def test_rows_in_the_cache_are_not_run_again(
 
     monkeypatch.setattr(HeadExecutor, "run", watched)
     engine, prompt = drafting(folders[family][0]), tuple(range(100, 190))
-    speculator: Any = engine._scheduler._speculator
-    speculator._proposers = ()  # the same answer twice would be looked up
+    speculator: Any = engine.scheduler.speculator
+    speculator.proposers = ()  # the same answer twice would be looked up
     answer(engine, prompt, temperature=0.0)
     first = sum(len(one.token_ids) for one in seen)
     assert seen[0].start == 0
@@ -212,7 +212,7 @@ def test_rows_in_the_cache_are_not_run_again(
     assert seen[0].start >= 64
     assert seen[0].skipped <= 16  # the served model goes on inside a block, too
     # What the head knows of blocks is gone, and the served model reads them from its cache.
-    speculator._drafting._proposer._blocks._held.clear()
+    speculator.drafting.proposer.blocks.held.clear()
     seen.clear()
     answer(engine, prompt, temperature=0.0)
     assert seen[0].skipped >= 64
@@ -252,7 +252,7 @@ def test_a_head_that_does_not_fit_is_refused(
     folder = changed(folders["glm4_moe"][0], tmp_path, **change)
     with pytest.raises(ConfigError, match=says):
         load(folder, speculate="mtp")
-    assert load(folder)._scheduler._speculator is None
+    assert load(folder).scheduler.speculator is None
 
 
 def test_a_head_without_a_tensor_is_refused(

@@ -31,8 +31,8 @@ def compare(folder: Path, requests: list[Request], share: float, **options: Any)
     """Assert that answers are the same with drafts, of which about a share is right."""
     expected, pieces = run(load(folder, **options), requests)
     engine = load(folder, **options, speculate="suffix")
-    engine._scheduler._speculator = ReplayingSpeculator(
-        expected, share, engine._grammars._matchers, random.Random(5)
+    engine.scheduler.speculator = ReplayingSpeculator(
+        expected, share, engine.grammars.matchers, random.Random(5)
     )
     found, fewer = run(engine, requests)
     assert found == expected
@@ -136,8 +136,8 @@ def test_where_sums_depend_on_rows_answers_part_only_between_tokens_that_are_nea
     with unlike_products():
         expected, _ = run(load(tiny_llama, LateDevice(), **options), requests)
         engine = load(tiny_llama, LateDevice(), **options, speculate="suffix")
-        engine._scheduler._speculator = ReplayingSpeculator(
-            expected, 0.9, engine._grammars._matchers, random.Random(5)
+        engine.scheduler.speculator = ReplayingSpeculator(
+            expected, 0.9, engine.grammars.matchers, random.Random(5)
         )
         found, _ = run(engine, requests)
     assert engine.stats().accepted_tokens_total > 100

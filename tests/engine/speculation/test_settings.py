@@ -50,8 +50,8 @@ def test_what_there_is_not_is_refused(options: dict[str, Any], says: str) -> Non
 def test_it_needs_a_gpu_or_the_cpu_library(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match="--speculate suffix needs a GPU or the CPU library"):
         load(tiny_llama, kernels="torch", speculate="suffix")
-    assert load(tiny_llama, kernels="torch")._scheduler._speculator is None
-    assert load(tiny_llama, speculate="off")._scheduler._speculator is None
+    assert load(tiny_llama, kernels="torch").scheduler.speculator is None
+    assert load(tiny_llama, speculate="off").scheduler.speculator is None
 
 
 def test_beams_run_without_drafts_or_are_refused(tiny_llama: Path) -> None:
@@ -71,12 +71,12 @@ def test_no_draft_is_longer_than_asked_for(tiny_llama: Path) -> None:
     engine = load(tiny_llama, speculate_tokens=2)
     prompt = (5, 6, 7, 8) * 8
     engine.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=SamplingParams()))
-    speculator = engine._scheduler._speculator
+    speculator = engine.scheduler.speculator
     assert speculator is not None
     longest = 0
     while engine.has_work:
         engine.step()
-        drafted = engine._scheduler._state.counters.last_plan.drafted
+        drafted = engine.scheduler._state.counters.last_plan.drafted
         longest = max(longest, *(len(entry.drafts) for entry in drafted), 0)
     assert longest <= 2
 

@@ -205,7 +205,7 @@ def test_a_beginning_that_came_twice_is_there_up_to_its_last_whole_block(tmp_pat
         told.ask(engine, 1, [request_of("second", said[:-1] + first[:30], 40)])
         shared = (len(said) - 1) // 16
         assert shared * 16 >= MIN_TOKENS > len(first)
-        engine._tiers.writes.flush(10.0)  # type: ignore[union-attr]
+        engine.tiers.writes.flush(10.0)  # type: ignore[union-attr]
         assert names(tmp_path) == told.allowed(16, MIN_TOKENS)
         assert len(names(tmp_path)) == shared
 

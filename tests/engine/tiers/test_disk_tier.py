@@ -70,9 +70,9 @@ def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
         for delta in engine.step().deltas:
             assert delta.error is None
             answers.setdefault(delta.request_id, []).extend(delta.token_ids)
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     assert engine.stats().blocks_active == 0
-    writes = engine._tiers.writes
+    writes = engine.tiers.writes
     if writes is not None:
         writes.flush(10.0)
     return answers
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_dropped_and_what_follows_computed(
 ) -> None:
     with running(tiny_llama, tmp_path) as first:
         expected = run_twice(first, request("a"))
-        table = first._tiers
+        table = first.tiers
         assert table.disk is not None
     by_age = sorted(files(tmp_path), key=lambda file: -file.stat().st_mtime_ns)  # head first
     by_age[5].write_bytes(b"x" + by_age[5].read_bytes()[1:])
@@ -189,7 +189,7 @@ def test_others_go_ahead_while_one_waits_for_the_disk(
         while len(answers["fast"]) < 20:
             for delta in second.step().deltas:
                 answers[delta.request_id] += delta.token_ids
-            second._scheduler.check_invariants()
+            second.check_invariants()
         assert not answers["slow"]
         gate.set()
         while second.has_work:
@@ -211,7 +211,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
     gate = held_back_reads(monkeypatch)
     monkeypatch.setattr(read_ahead, "MIN_WAIT", 0.1)
     with running(tiny_llama, tmp_path) as second:
-        disk = second._tiers.disk
+        disk = second.tiers.disk
         assert disk is not None
         assert run(second, request("a")) == {"a": expected["a"]}
         assert caplog.text.count("the disk of KV blocks has not answered") == 1
@@ -222,12 +222,12 @@ def test_a_disk_that_hangs_is_not_waited_for(
         gate.set()
 
         def has_answered() -> bool:
-            second._scheduler.plan(time.monotonic())
+            second.scheduler.plan(time.monotonic())
             return not disk.unfinished
 
         wait_until(has_answered)
-        second._scheduler.check_invariants()
-        assert second._tiers.host.room == second._tiers.host.capacity
+        second.check_invariants()
+        assert second.tiers.host.room == second.tiers.host.capacity
     with running(tiny_llama, tmp_path) as third:
         assert run(third, request("a")) == {"a": expected["a"]}
         assert third.stats().prefix_hits_disk_total > 0
@@ -243,17 +243,17 @@ def test_whoever_ends_while_it_waits_for_the_disk_leaves_nothing(
         second.submit(request("a"))
         second.step()
         assert second.abort("a")
-        second._scheduler.check_invariants()
+        second.check_invariants()
         gate.set()
 
         def has_read() -> bool:
             second.step()
-            return not second._tiers.disk.unfinished  # type: ignore[union-attr]
+            return not second.tiers.disk.unfinished  # type: ignore[union-attr]
 
         wait_until(has_read)
-        second._scheduler.check_invariants()
+        second.check_invariants()
         assert second.stats().kv_host_blocks == 0
-        assert second._tiers.host.room == second._tiers.host.capacity
+        assert second.tiers.host.room == second.tiers.host.capacity
 
 
 def test_a_disk_that_refuses_is_said_once_and_tried_again(
@@ -273,7 +273,7 @@ def test_a_disk_that_refuses_is_said_once_and_tried_again(
             run_twice(engine, request("b", seed=1))
             assert caplog.text.count("No space left on device") == 1
             assert engine.stats().kv_disk_writing is False
-        disk = engine._tiers.disk
+        disk = engine.tiers.disk
         assert disk is not None
         assert not disk.is_writing
         disk._resume = 0.0  # the pause is over
@@ -329,7 +329,7 @@ def test_what_the_thread_takes_is_counted_and_idle_moments_write_the_rest(
 ) -> None:
     """While the disk's thread takes all that steps can spare and more, they hand nothing over."""
     with running(tiny_llama, tmp_path) as engine:
-        writes, disk = engine._tiers.writes, engine._tiers.disk
+        writes, disk = engine.tiers.writes, engine.tiers.disk
         assert writes is not None
         assert disk is not None
         before = disk.cpu_seconds
@@ -339,7 +339,7 @@ def test_what_the_thread_takes_is_counted_and_idle_moments_write_the_rest(
         with monkeypatch.context() as patch:
             taken = iter(range(1, 10**6))
             patch.setattr(disk_tier.DiskTier, "cpu_seconds", property(lambda _: float(next(taken))))
-            while engine._scheduler.has_work:
+            while engine.scheduler.has_work:
                 engine.step()
         assert engine.stats().kv_disk_pending == 149 // 16
         writes.flush(10.0)

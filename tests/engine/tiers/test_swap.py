@@ -44,7 +44,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
         for delta in engine.step().deltas:
             assert delta.error is None
             answers.setdefault(delta.request_id, []).extend(delta.token_ids)
-        engine._scheduler.check_invariants()
+        engine.check_invariants()
     assert engine.stats().blocks_active == 0
     return answers
 
@@ -112,7 +112,7 @@ def test_host_memory_for_one_victim_is_never_exceeded(tiny_llama: Path) -> None:
     most = 0
     while small.has_work:
         small.step()
-        small._scheduler.check_invariants()
+        small.check_invariants()
         most = max(most, small.stats().kv_host_blocks)
     stats = small.stats()
     assert stats.kv_host_capacity == 12
@@ -123,12 +123,12 @@ def test_host_memory_for_one_victim_is_never_exceeded(tiny_llama: Path) -> None:
 def test_victims_are_computed_again_where_that_is_faster(tiny_llama: Path) -> None:
     roomy = load(tiny_llama, "int8")
     small = tight(tiny_llama, "int8", roomy)
-    small._tiers.rates.moves = 1.0  # byte per second, and a mean that barely forgets
+    small.tiers.rates.moves = 1.0  # byte per second, and a mean that barely forgets
     for item in crowd():
         small.submit(item)
     while small.has_work:
         small.step()
-        small._tiers.rates.moves = 1.0
+        small.tiers.rates.moves = 1.0
     stats = small.stats()
     assert stats.preemptions_total > stats.swaps_total == 0
 
@@ -138,7 +138,7 @@ def test_ending_a_swapped_sequence_frees_its_host_memory(tiny_llama: Path) -> No
     small = tight(tiny_llama, "int4", roomy)
     for item in crowd():
         small.submit(item)
-    host = small._tiers.host
+    host = small.tiers.host
     room = host.room
     while not small.stats().swaps_total:
         assert small.has_work
@@ -147,7 +147,7 @@ def test_ending_a_swapped_sequence_frees_its_host_memory(tiny_llama: Path) -> No
     for item in crowd():
         small.abort(item.request_id)
     small.step()
-    small._scheduler.check_invariants()
+    small.check_invariants()
     assert host.room == room
     assert small.stats().kv_host_blocks == 0
     assert not small.has_work

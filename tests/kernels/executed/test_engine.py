@@ -150,7 +150,7 @@ def test_an_engine_on_the_kernels_says_what_torch_says(tiny_llama: Path) -> None
     kernels = select_backend(torch.device("cuda"))
     engine = engine_of(tiny_llama, kernels, asynchronous=True)
     assert run(engine, *requests) == expected
-    graphs = engine._runner.graphs  # type: ignore[attr-defined]
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
     assert {StepSize(1), StepSize(2, 32)} <= {*graphs.captured}
     assert run(engine, requests[0]) == {("greedy", 0): expected["greedy", 0]}
 
@@ -173,13 +173,13 @@ def test_adapters_are_mixed_in_graphs(tiny_llama: Path, tmp_path: Path) -> None:
     kernels = replace(select_backend(torch.device("cuda")), prepare_gated=REFERENCE.prepare_gated)
     engine = engine_of(tiny_llama, kernels, asynchronous=True, num_adapters=2)
     assert run(engine, *requests) == expected
-    graphs = engine._runner.graphs  # type: ignore[attr-defined]
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
     assert StepSize(2, 32, is_adapted=True) in graphs.captured
 
 
 def noting_replays(engine: LLMEngine) -> tuple[Any, set[StepSize]]:
     """Return an engine's graphs, and the sizes that it will replay from now on."""
-    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    graphs: Any = engine.runner.graphs  # type: ignore[attr-defined]
     replayed, real = set[StepSize](), graphs.run
 
     def noted(size: StepSize, function: Callable[[], None]) -> None:
@@ -200,14 +200,14 @@ def test_drafts_are_verified_in_graphs(tiny_llama: Path) -> None:
     kernels = select_backend(torch.device("cuda"))
     engine = engine_of(tiny_llama, kernels, asynchronous=True, limits=limits)
     known: Answers = {name: (tokens, [], None) for name, tokens in expected.items()}
-    engine._scheduler._speculator = ReplayingSpeculator(
+    engine.scheduler.speculator = ReplayingSpeculator(
         known, 0.9, Matchers(512, ()), random.Random(1)
     )
     graphs, replayed = noting_replays(engine)
     assert run(engine, *requests) == expected
     assert len({size.rows_each for size in replayed}) > 2
     assert replayed <= {*graphs.captured}
-    stats = engine._scheduler.stats()
+    stats = engine.scheduler.stats()
     assert 4 < stats.accepted_tokens_total < stats.draft_tokens_total
 
 
@@ -242,7 +242,7 @@ def test_latents_and_their_drafts_run_in_graphs(tmp_path: Path, kv_format: KVFor
     kernels = select_backend(torch.device("cuda"))
     engine = engine_of(tmp_path, kernels, asynchronous=True, limits=limits, kv_format=kv_format)
     known: Answers = {name: (tokens, [], None) for name, tokens in expected.items()}
-    engine._scheduler._speculator = ReplayingSpeculator(
+    engine.scheduler.speculator = ReplayingSpeculator(
         known, 0.9, Matchers(512, ()), random.Random(1)
     )
     graphs, replayed = noting_replays(engine)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def greedy(engine: LLMEngine, model: Path, folder: Path, count: int) -> list[int]:
     """Return what a decoder says that has no engine around it."""
-    runner: Any = engine._runner
-    executor = runner._executor
+    runner: Any = engine.runner
+    executor = runner.executor
     source = open_model(model)
     slots = executor.adapter_slots(adapter_targets(source.spec, source.family.names), 1, 64)
     slots.put(0, slots.lay_out(read_adapter(folder, source, 64)))
@@ -69,7 +69,7 @@ def test_graphs_hold_adapters_and_steps_without_them_have_their_own(
     model: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(model, dtype="float32", kernels="torch", late=True)
-    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    graphs: Any = engine.runner.graphs  # type: ignore[attr-defined]
     replayed, real = list[StepSize](), graphs.run
 
     def noted(size: StepSize, function: Callable[[], None]) -> None:
@@ -130,9 +130,9 @@ def test_a_preempted_sequence_goes_on_with_its_adapter(model: Path, folders: lis
     long = [request(f"r{i}", folders[i % 2], short, max_tokens=40) for i in range(4)]
     expected = run(roomy, *long)
     tight = load(model, kv_cache_memory=9 * 8192, max_model_len=64, prefix_caching=False)
-    assert tight._adapters is not None
+    assert tight.adapters is not None
     for folder in folders[:2]:  # or the first sequences would end while the second is read
-        tight._adapters.install(ref(folder))
+        tight.adapters.install(ref(folder))
     found = run(tight, *long)
     assert tight.stats().preemptions_total > 0
     assert found == expected
@@ -162,8 +162,8 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_alone(
 def test_it_waits_no_longer_than_its_request_allows(model: Path, folders: list[Path]) -> None:
     engine = load(model, max_loras=1)
     clock = [100.0]
-    assert engine._adapters is not None
-    engine._clock = engine._adapters._clock = lambda: clock[0]
+    assert engine.adapters is not None
+    engine.clock = lambda: clock[0]
     busy = request("busy", folders[0], max_tokens=None)
     engine.submit(busy)
     while not engine.sequences():
@@ -190,8 +190,8 @@ def test_nobody_overtakes_one_that_waits_long(model: Path, folders: list[Path]) 
     """Without this a stream of requests for one adapter would keep another's out for ever."""
     engine = load(model, max_loras=1)
     clock = [100.0]
-    assert engine._adapters is not None
-    engine._clock = engine._adapters._clock = lambda: clock[0]
+    assert engine.adapters is not None
+    engine.clock = lambda: clock[0]
     engine.submit(request("first", folders[0], max_tokens=4))
     while not engine.sequences():
         engine.step()
@@ -208,7 +208,7 @@ def test_an_unloaded_adapter_waits_for_its_users(model: Path, folders: list[Path
     engine.submit(request("user", folders[0], max_tokens=8))
     engine.step()
     engine.unload_adapter(ref(folders[0]))
-    pool = engine._adapters
+    pool = engine.adapters
     assert pool is not None
     assert key_of(ref(folders[0])) in pool._residents
     assert run(engine)["user"][-7:] == expected[-7:]
@@ -242,8 +242,8 @@ def test_settings_load_adapters_at_the_start(model: Path, folders: list[Path]) -
         return load_llm_engine(config, on_progress=lambda *_: None, **none)  # type: ignore[arg-type]
 
     engine = start(config)
-    assert engine._adapters is not None
-    resident = [key_of(ref(folder)) in engine._adapters._residents for folder in folders[:3]]
+    assert engine.adapters is not None
+    resident = [key_of(ref(folder)) in engine.adapters._residents for folder in folders[:3]]
     assert resident == [True, True, False], "the third one is read, and waits outside"
     assert engine.info.num_adapters == 2
     assert engine.info.adapter_bytes > 0

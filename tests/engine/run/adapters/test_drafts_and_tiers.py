@@ -54,8 +54,8 @@ def test_drafts_change_no_answer(model: Path, folders: list[Path]) -> None:
     expected, pieces = answers(load(model, speculate="off"), requests)
     assert len({tuple(tokens) for tokens, *_ in expected.values()}) == len(expected)
     engine = load(model, speculate="off")
-    engine._scheduler._speculator = ReplayingSpeculator(
-        expected, 0.8, engine._grammars._matchers, random.Random(5)
+    engine.scheduler.speculator = ReplayingSpeculator(
+        expected, 0.8, engine.grammars.matchers, random.Random(5)
     )
     found, fewer = answers(engine, requests)
     assert found == expected
@@ -84,7 +84,7 @@ def test_host_memory_knows_adapters_by_their_content(
 ) -> None:
     block = 8192
     engine = load(model, kv_cache_memory=6 * block, max_model_len=64, kv_host_memory=40 * block)
-    engine._tiers.host._keeps_unwanted = True  # as on a GPU
+    engine.tiers.host._keeps_unwanted = True  # as on a GPU
     folder = shutil.copytree(folders[0], tmp_path / "same")
     expected, _ = answers(engine, [request("first", folder)])
     for number in range(3):  # push it out
@@ -124,7 +124,7 @@ def test_the_disk_knows_adapters_by_their_content(
     first = load(model, **options)
     expected, _ = answers(first, [request("x", folder)])
     assert answers(first, [request("x", folder)])[0] == expected
-    writes = first._tiers.writes
+    writes = first.tiers.writes
     assert writes is not None
     writes.flush(10.0)
     assert first.stats().kv_disk_written_total > 0
