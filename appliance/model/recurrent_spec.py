@@ -27,6 +27,11 @@ class ShortConvSpec:
         """Shapes of a sequence's state: the filters' latest inputs."""
         return ((self.taps - 1, self.width),)
 
+    @property
+    def row_floats(self) -> int:
+        """A row's floats in a step: outputs of its linears and of its operation."""
+        return 5 * self.width
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec:
@@ -64,6 +69,11 @@ class GatedDeltaSpec:
         """Shapes of the filters' latest inputs, and of the maps from keys to values."""
         maps = (self.num_value_heads, self.key_dim, self.value_dim)
         return ((self.taps - 1, self.channels), maps)
+
+    @property
+    def row_floats(self) -> int:
+        """A row's floats in a step: outputs of its linears and of its operation."""
+        return 3 * (self.channels + self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,11 @@ class Mamba2Spec:
         """Shapes of the filters' latest inputs, and of the maps from keys to values."""
         maps = (self.num_heads, self.state_dim, self.head_dim)
         return ((self.taps - 1, self.channels), maps)
+
+    @property
+    def row_floats(self) -> int:
+        """A row's floats in a step: outputs of its linears and of its operation."""
+        return 3 * self.inputs
 
 
 # Memory that one pass of a class with caches of its own may take, if a single row does not more.

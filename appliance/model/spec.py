@@ -108,6 +108,11 @@ class AttentionSpec:
     kv_layer: int | None = None  # layer whose keys and values it reads; None: its own
     looks_ahead: bool = False  # a query reads as many following positions; only without a cache
 
+    @property
+    def row_floats(self) -> int:
+        """A row's floats in a step: outputs of its linears and of its operation."""
+        return (self.num_heads * 2 + self.num_kv_heads * 2) * self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
@@ -158,6 +163,12 @@ class LatentAttentionSpec:
     def head_dim(self) -> int:
         """Elements of each half."""
         return self.width // 2
+
+    @property
+    def row_floats(self) -> int:
+        """A row's floats in a step: outputs of its linears and of its operation."""
+        heads = self.query_dim + 2 * self.width + self.latent + self.value_dim
+        return self.num_heads * heads + (self.query_rank or 0) + 2 * self.width
 
 
 CachedSpec: TypeAlias = AttentionSpec | LatentAttentionSpec

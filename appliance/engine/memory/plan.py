@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 from appliance.engine.memory.experts.split import NONE_ON_HOST, settle, with_on_host
 from appliance.engine.nouns.limits import LOGIT_ROWS
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from appliance.model.spec import ExpertsSpec, LatentAttentionSpec
+from appliance.model.spec import ExpertsSpec
 from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from appliance.engine.memory.experts.split import ExpertChoice, ExpertsOnHost
-    from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec
+    from appliance.model.spec import DecoderSpec, MLPSpec
 
 
 # On a CPU, where other programs need memory too, the default cache holds this many whole contexts,
@@ -257,7 +256,9 @@ def workspace_bytes(request: MemoryRequest) -> int:
         return request.workspace_bytes + request.open_bytes
     spec = request.spec
     widest = max(
-        4 * spec.hidden_size + _mixer_width(layer.mixer) + _mlp_width(layer.mlp, spec.hidden_size)
+        4 * spec.hidden_size
+        + (0 if layer.mixer is None else layer.mixer.row_floats)
+        + _mlp_width(layer.mlp, spec.hidden_size)
         for layer in spec.layers
     )
     rows = request.max_num_batched_tokens
@@ -267,22 +268,6 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if spec.own_cache is not None:
         beside += spec.own_cache.most_taken(request.max_model_len or spec.context_length)
     return rows * (widest * request.activation_bytes + hidden) + logits + beside
-
-
-def _mixer_width(mixer: MixerSpec | None) -> int:
-    """Return a row's floats in a mixer: outputs of its linears and of its operation."""
-    if mixer is None:
-        return 0
-    if isinstance(mixer, Mamba2Spec):
-        return 3 * mixer.inputs
-    if isinstance(mixer, LatentAttentionSpec):
-        heads = mixer.query_dim + 2 * mixer.width + mixer.latent + mixer.value_dim
-        return mixer.num_heads * heads + (mixer.query_rank or 0) + 2 * mixer.width
-    if isinstance(mixer, ShortConvSpec):
-        return 5 * mixer.width
-    if isinstance(mixer, GatedDeltaSpec):
-        return 3 * (mixer.channels + mixer.values)
-    return (mixer.num_heads * 2 + mixer.num_kv_heads * 2) * mixer.head_dim
 
 
 def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
