@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.ranks.links.link import LinkPath, LinkSpeed, LinkTimeoutError
+from appliance.engine.ranks.link import LinkPath, LinkSpeed, LinkTimeoutError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

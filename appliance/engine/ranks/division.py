@@ -1,20 +1,23 @@
-"""Divides a model among ranks: shares of each layer, or runs of whole layers."""
+"""Divides each layer of a model among ranks, and runs a rank's share of a step."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from appliance.engine.ranks.messages import Room
-from appliance.engine.ranks.work import SharedLayers
 from appliance.model.recurrent_spec import ShortConvSpec
 from appliance.model.shard.portion import portion
 from appliance.model.shard.shard import shard_source, undivided
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from appliance.config import EngineConfig
-    from appliance.engine.ranks.shared_step import SharedStep
-    from appliance.engine.ranks.work import RankWork
+    from appliance.engine.ranks.shared_step import RankStep, SharedStep
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.cpu.group import NativeGroup
     from appliance.model.native import NativeDecoder
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
     from appliance.model.tensors import TensorSlot
+
+
+Held = TypeVar("Held", contravariant=True)  # the cache of what executes the part
 
 
 class Division(Protocol):
@@ -126,3 +132,44 @@ class DividedLayers:
         self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep
     ) -> RankWork[NativeCache]:
         return SharedLayers(own, group)
+
+
+class RankWork(Protocol[Held]):
+    """One rank's part of each step."""
+
+    def run(self, step: RankStep, cache: Held) -> Tensor | None:
+        """Run its part; rank 0 returns the step's logits or hidden states."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """Run its part of the head; rank 0 returns the logits."""
+        ...
+
+
+class SharedLayers:
+    """A share of every layer, whose results the ranks sum; see `RankWork`.
+
+    Between two steps rank 0 may run models that only it has.
+    """
+
+    def __init__(self, decoder: NativeDecoder, group: NativeGroup) -> None:
+        self._decoder = decoder
+        self._group = group
+
+    def run(self, step: RankStep, cache: NativeCache) -> Tensor | None:
+        run = self._decoder.forward if step.wants_logits else self._decoder.hidden
+        with self._joined():
+            return run(step.token_ids, step.positions, step.batch, cache, step.rows)
+
+    def head(self, hidden: Tensor) -> Tensor | None:
+        with self._joined():
+            return self._decoder.logits(hidden)
+
+    @contextlib.contextmanager
+    def _joined(self) -> Iterator[None]:
+        engine = self._decoder.engine
+        engine.join(self._group.handle)
+        try:
+            yield
+        finally:
+            engine.join(None)

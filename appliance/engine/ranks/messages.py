@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from appliance.config import EngineConfig
-from appliance.engine.ranks.links.link import LinkPath, LinkTrial
+from appliance.engine.ranks.link import LinkPath, LinkTrial
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -1,17 +1,21 @@
 """Tests the links of ranks and measures their memory, before they load anything.
 
-The links are those of the CPU library; `serve_probes` is the other ranks' side of all tests.
+The links are those of the CPU library, where data pass as in a step: by sums in which all ranks but
+one add zeros. `serve_probes` is the other ranks' side of all tests.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
-from appliance.engine.ranks.bandwidth import copy_bandwidth
-from appliance.engine.ranks.links.shared_memory import SharedMemoryLink, send_back
-from appliance.engine.ranks.links.trial import LARGE, new_seed, try_link
+import numpy as np
+
+from appliance.engine.ranks.link import LARGE, LinkPath, LinkTimeoutError, new_seed, try_link
 from appliance.engine.ranks.messages import (
     CopyMemory,
     Join,
@@ -26,20 +30,25 @@ from appliance.engine.ranks.messages import (
     send,
 )
 from appliance.errors import EngineError
+from appliance.kernels import arrays
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.engine import RankLostError
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
 from appliance.kernels.cpu.library import load_library
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     import torch
+    from numpy.typing import NDArray
 
-    from appliance.engine.ranks.links.link import LinkTrial
+    from appliance.engine.ranks.link import LinkTrial
     from appliance.engine.ranks.rank_group import RankGroup
 
+
+COPY_BYTES = 64 << 20  # of all threads; more than most caches
+PASSES = 3
 # Of one link's test, after which a rank counts as hanging; a sound link takes far less, but on a
 # machine full of other work each message waits for both processes' turns.
 LINK_SECONDS = 20.0
@@ -131,3 +140,94 @@ def serve_probes(connection: Connection, exchange: int) -> Join:
                 raise AssertionError(f"{type(order).__name__} before Join")
     del group, mapping
     return order
+
+
+class SharedMemoryLink:
+    """The end that starts a test.
+
+    Args:
+        group: of this rank and the other.
+        begin: tells the other to run `send_back` with a count and rounds.
+        give_up: ends the other process, in case this one waits for it.
+    """
+
+    path = LinkPath.SHARED
+
+    def __init__(
+        self,
+        group: NativeGroup,
+        begin: Callable[[int, int], None],
+        give_up: Callable[[], None],
+    ) -> None:
+        self._group, self._begin, self._give_up = group, begin, give_up
+
+    def echo(self, data: NDArray[Any], rounds: int, limit: float) -> tuple[NDArray[Any], float]:
+        """Send data there and back; see `Link`.
+
+        Raises:
+            LinkTimeoutError: it takes longer than the limit; ends the other process.
+            RankLostError: the other process has ended by itself.
+        """
+        values = arrays.of_numpy(data.copy())
+        found: list[float] = []
+        lost: list[RankLostError] = []
+
+        def run() -> None:
+            try:
+                found.append(_send(self._group, values, rounds))
+            except RankLostError as error:
+                lost.append(error)
+
+        self._begin(data.size, rounds)
+        thread = Thread(target=run, name="link", daemon=True)
+        thread.start()
+        thread.join(limit)
+        if thread.is_alive():
+            self._give_up()
+            thread.join()
+            raise LinkTimeoutError
+        if lost:
+            raise lost[0]
+        return values, found[0]
+
+
+def _send(group: NativeGroup, values: Any, rounds: int) -> float:
+    group.meet()
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        group.sum(values)
+        values[:] = 0
+        group.sum(values)
+    return time.perf_counter() - begin
+
+
+def send_back(group: NativeGroup, count: int, rounds: int) -> None:
+    """Serve as the other end: receive numbers and send them back, `rounds` times.
+
+    Raises:
+        RankLostError: the rank that began has ended.
+    """
+    values = arrays.of_numpy(np.zeros(count, np.float32))
+    group.meet()
+    for _ in range(rounds):
+        values[:] = 0
+        group.sum(values)
+        group.sum(values)
+
+
+def copy_bandwidth(threads: int) -> float:
+    """Return bytes read and written per second in the fastest pass.
+
+    Takes twice `COPY_BYTES` of memory meanwhile.
+    """
+    each = -(-COPY_BYTES // threads)
+    source, target = (np.frombuffer(Mapping.of(each * threads).memory, np.uint8) for _ in range(2))
+    source[:] = 1
+    parts = [slice(each * place, each * (place + 1)) for place in range(threads)]
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(1 + PASSES):  # the first one touches the target's memory
+            begin = time.perf_counter()
+            list(pool.map(lambda part: np.copyto(target[part], source[part]), parts))
+            best = min(best, time.perf_counter() - begin)
+    return 2 * each * threads / best

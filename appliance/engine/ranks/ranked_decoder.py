@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.engine.ranks.division import Division
-    from appliance.engine.ranks.links.link import LinkTrial
+    from appliance.engine.ranks.division import Division, RankWork
+    from appliance.engine.ranks.link import LinkTrial
     from appliance.engine.ranks.native_ranks import NativeRanks
     from appliance.engine.ranks.ranked_cache import RankedCache
     from appliance.engine.ranks.started import StartedRanks
     from appliance.engine.ranks.torch_ranks import TorchRanks
-    from appliance.engine.ranks.work import RankWork
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.ranks.division import DividedLayers
 from appliance.engine.ranks.messages import Room
 from appliance.engine.ranks.native_ranks import NativeRanks
+from appliance.engine.ranks.pipeline import Stages
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.ranks.shared_step import payload_bytes
-from appliance.engine.ranks.stage_division import Stages
 from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library
@@ -147,8 +147,9 @@ class Ranks:
             )
             group.join()
         work = self.division.work(0, own, link.native, link.shared)
-        of_ranks = (self.division, self.threads, own, work, link, self.started)
-        return RankedDecoder(source.spec, *of_ranks)
+        return RankedDecoder(
+            source.spec, self.division, self.threads, own, work, link, self.started
+        )
 
     def load_torch(
         self,

@@ -1,22 +1,32 @@
-"""The other ranks' processes before they load anything, and what was measured of them."""
+"""Starts a model's ranks, measures them, and settles their parts by what was measured."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from appliance.engine.ranks.division import DividedLayers
+from appliance.engine.ranks.pipeline import Stages
 from appliance.engine.ranks.probes import copy_rates, try_links
 from appliance.engine.ranks.rank_group import RankGroup
-from appliance.engine.ranks.shares import RankFacts
-from appliance.errors import EngineError
+from appliance.engine.ranks.shares import HeldBytes, RankFacts, choose_split
+from appliance.errors import ConfigError, EngineError
+from appliance.model.shard.shard import column_units, shard_model
+from appliance.model.shard.stage import check_stages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import ctypes
+    from collections.abc import Callable, Sequence
 
     import torch
 
-    from appliance.engine.ranks.links.link import LinkTrial
+    from appliance.engine.devices import Precision
+    from appliance.engine.ranks.link import LinkTrial
+    from appliance.engine.ranks.ranks import Ranks
+    from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
+
 
 logger = logging.getLogger(__name__)
 
@@ -124,3 +134,92 @@ class StartedRanks:
     @property
     def slowest(self) -> LinkTrial:
         return max(self.links, key=lambda trial: trial.time_of())
+
+
+def start_native(
+    ranks: Ranks,
+    source: ModelSource,
+    measure: Callable[[TensorSlot], float],
+    kv_bytes_per_token: float,
+    precision: Precision,
+    library: ctypes.CDLL,
+) -> Ranks:
+    """Start the other ranks of the CPU library.
+
+    Args:
+        ranks: divided by the settings.
+        measure: returns the bytes of a tensor as laid out.
+        kv_bytes_per_token: of all layers of the whole model.
+
+    Raises:
+        EngineError: a rank could not be started, or its link is unsound.
+    """
+    config, held = ranks.config, _held_bytes(ranks, source, measure, kv_bytes_per_token)
+    why_shares = ""
+    try:
+        check_stages(source.spec, ranks.size)
+    except ConfigError as error:
+        why_shares = str(error).partition(";")[0]
+    started = StartedRanks.begin(config.ranks_setting, ranks.threads)
+    started = replace(started, why_shares=why_shares)
+    if not ranks.division.bounds:
+        if why_shares or not started.slowest.is_slow:
+            return _with_shares(ranks, source, held, started)
+        why_whole = f"{config.ranks_setting} needs a faster link than {started.slowest}"
+        started = replace(started, why_whole=why_whole)
+    rates = started.rates if config.gpu_split == "auto" else ()
+    split = ranks.division.split
+    division = Stages.of(config, source, split, precision, library, rates)
+    return replace(ranks, division=division, started=started)
+
+
+def start_torch(
+    ranks: Ranks,
+    source: ModelSource,
+    measure: Callable[[TensorSlot], float],
+    kv_bytes_per_token: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Ranks:
+    """Start the other ranks of the torch decoder; see `start_native`.
+
+    Args:
+        device: rank 0's; each other rank gets the next device of its kind.
+        dtype: of exchanged numbers.
+    """
+    config = ranks.config
+    held = _held_bytes(ranks, source, measure, kv_bytes_per_token)
+    row_bytes = dtype.itemsize * source.spec.hidden_size
+    started = StartedRanks.begin_torch(
+        config.ranks_setting, ranks.threads, device, row_bytes, config.gpu_memory_utilization
+    )
+    started = replace(started, why_shares="torch executes no pipeline")
+    return _with_shares(ranks, source, held, started)
+
+
+def _held_bytes(
+    ranks: Ranks,
+    source: ModelSource,
+    measure: Callable[[TensorSlot], float],
+    kv_bytes_per_token: float,
+) -> HeldBytes:
+    context = ranks.config.max_model_len or source.spec.context_length
+    each = kv_bytes_per_token * context / max(len(source.spec.cache_layers), 1)
+    return HeldBytes(tuple((slot, measure(slot)) for slot in source.slots()), each)
+
+
+def _with_shares(
+    ranks: Ranks, source: ModelSource, held: HeldBytes, started: StartedRanks
+) -> Ranks:
+    """Settle each rank's share of a layer."""
+    spec, units = source.spec, column_units(source)
+    asked = None if ranks.config.gpu_split == "auto" else ranks.division.split
+    try:
+        split = choose_split(
+            asked, spec, lambda split: held.of(shard_model(spec, split, units)), started.facts
+        )
+    except BaseException:
+        started.group.close()
+        raise
+    division = DividedLayers(split, shard_model(spec, split, units))
+    return replace(ranks, division=division, started=started)

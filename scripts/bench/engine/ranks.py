@@ -24,10 +24,9 @@ import psutil
 
 from appliance.bench.load import LoadError, fetch
 from appliance.bench.own_server import ServerProcess
-from appliance.engine.ranks.links.shared_memory import SharedMemoryLink
-from appliance.engine.ranks.links.trial import LARGE
+from appliance.engine.ranks.link import LARGE
 from appliance.engine.ranks.messages import OpenLink
-from appliance.engine.ranks.probes import try_links
+from appliance.engine.ranks.probes import SharedMemoryLink, try_links
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.group import NativeGroup, group_bytes

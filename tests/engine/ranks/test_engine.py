@@ -29,8 +29,8 @@ from appliance.config import EngineConfig
 from appliance.engine.devices import Precision
 from appliance.engine.load.execution.choice import execution_for
 from appliance.engine.nouns.request import AdapterRef
-from appliance.engine.ranks import rank_process, started
-from appliance.engine.ranks.links.link import LinkPath, LinkSpeed, LinkTrial
+from appliance.engine.ranks import rank_group, started
+from appliance.engine.ranks.link import LinkPath, LinkSpeed, LinkTrial
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
@@ -332,7 +332,7 @@ def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:
 def test_bad_settings_are_refused_before_a_rank_is_started(
     model: tuple[Any, Path], options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_process, "COMMAND", ("false",))
+    monkeypatch.setattr(rank_group, "COMMAND", ("false",))
     with pytest.raises(ConfigError, match=match), loaded(model[1], **options):
         pass
 

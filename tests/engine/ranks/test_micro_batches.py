@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from appliance.engine.ranks.micro_batches import (
+from appliance.engine.ranks.pipeline import (
     ROW_COST,
     cut_step,
     micro_batch_bounds,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from appliance.engine.ranks import probes
-from appliance.engine.ranks.links.link import LinkPath
+from appliance.engine.ranks.link import LinkPath
 from appliance.engine.ranks.probes import copy_rates, try_links
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.errors import EngineError

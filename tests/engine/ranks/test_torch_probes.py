@@ -12,8 +12,8 @@ import pytest
 from rank_engines import PROMPTS, answers, loaded
 from sure_models import THREE_GROUPS, write_sure_model
 
-from appliance.engine.ranks import rank_process, torch_probes
-from appliance.engine.ranks.links.link import LinkPath
+from appliance.engine.ranks import rank_group, torch_probes
+from appliance.engine.ranks.link import LinkPath
 from appliance.errors import EngineError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def test_peers_that_hang_give_way_to_the_hosts_memory(
     write_sure_model("llama", tmp_path, **THREE_GROUPS)
     with loaded(tmp_path, **TORCH) as alone:
         expected = answers(alone, PROMPTS[:1])
-    monkeypatch.setattr(rank_process, "COMMAND", (sys.executable, str(BAD), "peers hang"))
+    monkeypatch.setattr(rank_group, "COMMAND", (sys.executable, str(BAD), "peers hang"))
     monkeypatch.setattr(torch_probes, "ways_of", lambda kind: (LinkPath.PEER, LinkPath.HOST))
     monkeypatch.setattr(torch_probes, "TRIAL_SECONDS", 12.0)
     monkeypatch.setattr(torch_probes, "MEET_SECONDS", 0.0)
@@ -56,7 +56,7 @@ def test_without_a_sound_way_the_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_sure_model("llama", tmp_path, **THREE_GROUPS)
-    monkeypatch.setattr(rank_process, "COMMAND", (sys.executable, str(BAD), "all change"))
+    monkeypatch.setattr(rank_group, "COMMAND", (sys.executable, str(BAD), "all change"))
     before = psutil.Process().children()
     with (
         pytest.raises(EngineError, match="no sound way between them: sockets of this machine chan"),

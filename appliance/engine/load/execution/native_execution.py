@@ -60,7 +60,7 @@ class NativeExecution:
         """Start the processes of other ranks, if there are any; see `start_native`."""
         if self.ranks is None:
             return self
-        from appliance.engine.ranks.settled import start_native  # which one process does without
+        from appliance.engine.ranks.started import start_native  # which one process does without
 
         measure = partial(native_slot_bytes, source, dtype=self.precision.dtype)
         kv_bytes = replace(self, ranks=None).kv_bytes_per_token(source.spec)

@@ -89,7 +89,7 @@ class TorchExecution:
         """Start the processes of other ranks, if there are any; see `start_torch`."""
         if self.ranks is None:
             return self
-        from appliance.engine.ranks.settled import start_torch  # which one process does without
+        from appliance.engine.ranks.started import start_torch  # which one process does without
 
         device, dtype = self._device, self.precision.dtype
         measure = partial(slot_bytes, source, device=device, dtype=dtype)

@@ -7,8 +7,7 @@ import re
 import pytest
 from fake_links import FakeLink
 
-from appliance.engine.ranks.links.link import LinkPath, LinkSpeed
-from appliance.engine.ranks.links.trial import TRIAL_SECONDS, choose_link, try_link
+from appliance.engine.ranks.link import TRIAL_SECONDS, LinkPath, LinkSpeed, choose_link, try_link
 
 PCIE = LinkSpeed(8e-6, 25e9)
 STAGED = LinkSpeed(25e-6, 9e9)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from appliance.engine.ranks.links.joint_link import send_back, try_joint
-from appliance.engine.ranks.links.link import SLOW_SECONDS, LinkPath
+from appliance.engine.ranks.link import SLOW_SECONDS, LinkPath
+from appliance.engine.ranks.torch_probes import send_back, try_joint
 from appliance.model.shard.joint import Joint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.engine.ranks.links.link import LinkTrial
+    from appliance.engine.ranks.link import LinkTrial
 
 LIMIT = 60.0
 CPU = torch.device("cpu")

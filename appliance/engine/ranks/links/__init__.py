@@ -1,1 +1,0 @@
-"""Tests the ways between ranks before a step depends on one, and chooses among them."""
