@@ -26,6 +26,7 @@ _SWITCH = {
     **dict.fromkeys(("on", "true", "yes", "1"), True),
     **dict.fromkeys(("off", "false", "no", "0"), False),
 }
+_TYPES = (bool, int, float, str, dict)
 _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
@@ -234,8 +235,12 @@ def _field(info: Any) -> Field:
     assert get_origin(info.type) is Annotated, info.name
     kinds = get_args(annotated) if isinstance(annotated, UnionType) else (annotated,)
     kind = next(one for one in kinds if one is not NoneType)
+    of = get_origin(kind) or kind
+    assert of in _TYPES, (
+        f"{info.name}: a setting is bool, int, float, str or a table; choices and lists are text"
+    )
     default = info.default if info.default is not msgspec.NODEFAULT else info.default_factory()
-    return Field(info.name, get_origin(kind) or kind, NoneType in kinds, default, setting)
+    return Field(info.name, of, NoneType in kinds, default, setting)
 
 
 def _holds_text(value: object) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
+import msgspec
 import pytest
 
 from appliance.config import SECTIONS, EngineConfig, ServerConfig, TopConfig, known_keys
-from appliance.config.setting import Field, fields_of
+from appliance.config.setting import Field, Group, Setting, fields_of
 from appliance.errors import ConfigError
 from appliance.kernels.kv_format import KVFormat
 from appliance.tui.terminal import DisplaySettings
@@ -48,6 +50,15 @@ def test_a_struct_checks_its_values() -> None:
     with pytest.raises(ConfigError, match="theme must be one of"):
         TopConfig(theme="pink")
     assert not known_keys(ServerConfig(api_key=""))
+
+
+class Listed(msgspec.Struct):
+    friends: Annotated[list[str], Setting("Names.", Group.MODEL)] = []
+
+
+def test_a_type_that_no_flag_can_have_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"friends: .* lists are text"):
+        fields_of(Listed)
 
 
 def test_a_key_is_never_shown() -> None:

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -177,7 +178,7 @@ def instructions() -> str:
 
 
 def imports() -> str:
-    """Return the table that the architecture test enforces."""
+    """Return the table and the orders that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
     found: dict[str, Any] = {}
     for node in tree.body:
@@ -193,7 +194,19 @@ def imports() -> str:
             rows.append([f"`{unit}`", ", ".join(f"`{name}`" for name in allowed)])
     head = "| room | may import |\n| --- | --- |\n"
     body = "".join(f"| {unit} | {allowed} |\n" for unit, allowed in rows)
-    return f"{head}{body}\nAll may import the leaves: {', '.join(f'`{one}`' for one in leaves)}.\n"
+    parts = [f"{head}{body}", f"All may import the leaves: {_in_code(', ', leaves)}.\n", IN_ORDER]
+    orders = ast.literal_eval(found["ROOMS"])
+    parts += [f"`{unit}`: {_in_code(' < ', rooms)}.\n" for unit, rooms in orders.items()]
+    return "\n".join(parts)
+
+
+IN_ORDER = (
+    "The rooms inside these have an order too, and import only themselves and those before:\n"
+)
+
+
+def _in_code(between: str, names: Iterable[str]) -> str:
+    return between.join(f"`{name}`" for name in names)
 
 
 HELD_TYPES = ("smollm2", "1b", "1b_more", "avx2_smollm2", "few_layers")

@@ -79,7 +79,7 @@ def masking_full_tiles(table: Table) -> Collection[object]:
 
 
 def without_wide_loads(table: Table) -> Collection[object]:
-    """Those that do not load at least a tile of keys and one of values 16 bytes at a time."""
+    """Those without two loads of 16 bytes, which keep memory busy; `others` need none."""
     # Those of int4 have pages smaller than what threads could load; a thread that expands few rows
     # of adapters, or scales a query, has one such load in all; rows of tiles are gathered.
     others = re.compile(
