@@ -47,10 +47,9 @@ from appliance.server.ollama.schema import (
 )
 from appliance.server.openai import turns
 from appliance.server.openai_responses import turns as responses_turns
-from appliance.server.openai_responses.history import InputReader
+from appliance.server.openai_responses.history import InputReader, ResponseStore
 from appliance.server.openai_responses.responding import OutputItems
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
-from appliance.server.openai_responses.store import ResponseStore
 from appliance.server.requests.prompt import _separate
 from appliance.server.requests.sampling import sampling_params
 from appliance.server.requests.schema import (

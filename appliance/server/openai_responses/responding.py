@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from appliance.server.models.model_state import ModelState
     from appliance.server.openai.answers import TokenLogprob
     from appliance.server.openai_responses.answers import Status
-    from appliance.server.openai_responses.history import ReadInput
+    from appliance.server.openai_responses.history import ReadInput, ResponseStore
     from appliance.server.openai_responses.schema import ResponsesRequest
-    from appliance.server.openai_responses.store import ResponseStore
     from appliance.server.requests.answer import Answer
     from appliance.server.requests.exchange import Exchange
     from appliance.server.requests.pieces import FinishedChoice

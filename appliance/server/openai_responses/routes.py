@@ -22,10 +22,14 @@ from appliance.server.openai_responses.answers import (
     ResponseObject,
 )
 from appliance.server.openai_responses.frames import response_frames
-from appliance.server.openai_responses.history import InputReader
+from appliance.server.openai_responses.history import (
+    InputReader,
+    ResponseStore,
+    names_of,
+    raw_items_of,
+)
 from appliance.server.openai_responses.responding import Responding
 from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
-from appliance.server.openai_responses.store import ResponseStore, names_of, raw_items_of
 from appliance.server.openai_responses.turns import tools_of, turns_of
 from appliance.server.requests.conversation import Conversation, conversation
 from appliance.server.requests.grammars import schema_form

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.server.openai_responses import store
-from appliance.server.openai_responses.store import ResponseNotFoundError, ResponseStore
+from appliance.server.openai_responses import history
+from appliance.server.openai_responses.history import ResponseNotFoundError, ResponseStore
 
 OWN, NO_NAMES = slice(1, 3), frozenset[str]()
 
@@ -25,7 +25,7 @@ def has(kept: ResponseStore, owner: str, name: str) -> bool:
 
 
 def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_COUNT", 2)
+    monkeypatch.setattr(history, "MAX_COUNT", 2)
     kept = ResponseStore()
     for name in ("a", "b"):
         kept.keep("ann", name, b"{}", b"[  ]", NO_NAMES, OWN)
@@ -35,7 +35,7 @@ def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_who_keeps_most_loses_something_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_BYTES", 1000)
+    monkeypatch.setattr(history, "MAX_BYTES", 1000)
     kept = ResponseStore()
     kept.keep("bob", "first", b"{}", b"[  ]", NO_NAMES, OWN)
     for number in range(20):
@@ -51,10 +51,10 @@ def test_nothing_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     kept = ResponseStore(clock)
     kept.keep("ann", "a", b"{}", b"[  ]", NO_NAMES, OWN)
-    clock.now = store.KEEP_SECONDS - 1
+    clock.now = history.KEEP_SECONDS - 1
     assert has(kept, "ann", "a")
     clock.now += 2
     assert not has(kept, "ann", "a")
-    monkeypatch.setattr(store, "MAX_BYTES", 6)
+    monkeypatch.setattr(history, "MAX_BYTES", 6)
     kept.keep("bob", "b", b"{}", b"[  ]", NO_NAMES, OWN)
     assert has(kept, "bob", "b"), "what has expired takes no room"
