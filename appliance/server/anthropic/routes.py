@@ -26,12 +26,11 @@ from appliance.server.http.openapi import describes
 from appliance.server.http.protocols import ANTHROPIC, NO_THREADS
 from appliance.server.http.request_middleware import key_name
 from appliance.server.http.stream import EventStream
-from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.conversation import Conversation, conversation, template_options
 from appliance.server.requests.grammars import schema_form
 from appliance.server.requests.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.requests.prompt import chat_prompt
 from appliance.server.requests.schema import SamplingFields
-from appliance.server.requests.thinking import template_options
 
 if TYPE_CHECKING:
     from appliance.server.models.state import ServerState

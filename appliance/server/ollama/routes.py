@@ -54,7 +54,7 @@ from appliance.server.ollama.schema import (
 )
 from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
 from appliance.server.requests.answer_size import FLOAT_BYTES
-from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.conversation import Conversation, conversation, template_options
 from appliance.server.requests.grammars import checked_grammar, schema_form
 from appliance.server.requests.intake import (
     begin_chat,
@@ -65,7 +65,6 @@ from appliance.server.requests.intake import (
 )
 from appliance.server.requests.prompt import completion_prompts, fim_prompts
 from appliance.server.requests.schema import TermsFields
-from appliance.server.requests.thinking import template_options
 from appliance.server.requests.tools import Tools
 from appliance.server.retrieval.embedding import (
     EmbeddingOptions,

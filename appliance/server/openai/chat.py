@@ -26,10 +26,14 @@ from appliance.server.openai.answers import (
 from appliance.server.openai.chunks import Chunks
 from appliance.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from appliance.server.openai.turns import ending_of, tools_of, turns_of
-from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.conversation import (
+    Conversation,
+    asked_thinking,
+    conversation,
+    template_options,
+)
 from appliance.server.requests.intake import begin_chat
 from appliance.server.requests.sampling import limit_of
-from appliance.server.requests.thinking import asked_thinking, template_options
 from appliance.server.requests.tools import input_of, new_call_id
 
 if TYPE_CHECKING:

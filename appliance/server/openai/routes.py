@@ -17,8 +17,7 @@ from appliance.server.http.stream import EventStream
 from appliance.server.openai.answers import ChatCompletion, Completion, ModelCard, ModelList
 from appliance.server.openai.chat import ChatCalls, answer_chat, chat_frames, whole_chat
 from appliance.server.openai.chunks import StreamUsage
-from appliance.server.openai.completions import completion_frames, whole_completion
-from appliance.server.openai.scoring import EchoScoring
+from appliance.server.openai.completions import EchoScoring, completion_frames, whole_completion
 from appliance.server.requests import unsupported
 from appliance.server.requests.grammars import prepare_grammar
 from appliance.server.requests.intake import once_loaded, submit, take_body, whole_response

@@ -31,12 +31,11 @@ from appliance.server.openai_responses.history import (
 from appliance.server.openai_responses.responding import Responding
 from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
 from appliance.server.openai_responses.turns import tools_of, turns_of
-from appliance.server.requests.conversation import Conversation, conversation
+from appliance.server.requests.conversation import Conversation, conversation, template_options
 from appliance.server.requests.grammars import schema_form
 from appliance.server.requests.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.requests.prompt import chat_prompt
 from appliance.server.requests.schema import SamplingFields
-from appliance.server.requests.thinking import template_options
 
 if TYPE_CHECKING:
     from starlette.datastructures import QueryParams

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
+from appliance.server.requests.conversation import thought_budget
 from appliance.server.requests.pieces import Reading
 from appliance.server.requests.terms import salt_of
-from appliance.server.requests.thinking import thought_budget
 from appliance.tokenizer import DecodeStream
 from appliance.tokenizer.fim import FORMS, end_ids, find_form
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import RequestError
 from appliance.server.openai.turns import ending_of, tools_of, turns_of
-from appliance.server.requests.conversation import Conversation
+from appliance.server.requests.conversation import Conversation, template_options
 from appliance.server.requests.prompt import chat_prompt
 from appliance.server.requests.schema import ChatRequest
-from appliance.server.requests.thinking import template_options
 from appliance.server.retrieval.answers import Detokenized, Tokenized, TokenizerInfo
 
 if TYPE_CHECKING:
