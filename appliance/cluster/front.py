@@ -30,7 +30,7 @@ from appliance.errors import (
 )
 from appliance.server.dashboard.web_page import OPEN_PATHS
 from appliance.server.http.body import read_bytes
-from appliance.server.http.connection import ClientGoneError, unless_disconnected
+from appliance.server.http.client_gone import ClientGoneError, unless_disconnected
 from appliance.server.http.errors import ENGINE_DIED, error_response, request_id_of
 from appliance.server.http.key_ring import KeyRing
 from appliance.server.http.proxies import Proxies

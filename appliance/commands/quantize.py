@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -232,6 +231,9 @@ def _interruptible(what_is_kept: Callable[[], str]) -> Iterator[None]:
 
 
 def tell_job(job: JobFile, event: QuantizeEvent) -> None:
+    """Report an event to dashboards: stage, layer, time left, loss."""
+    from statistics import fmean
+
     match event:
         case StepStarted():
             job.update(event.what, 0, 0)

@@ -16,7 +16,7 @@ from appliance.server.dashboard.web_page import OPEN_PATHS, web_page_router
 from appliance.server.health import health_router
 from appliance.server.http import openapi
 from appliance.server.http.access_log import AccessLog
-from appliance.server.http.connection import ClientGoneError
+from appliance.server.http.client_gone import ClientGoneError
 from appliance.server.http.errors import error_response
 from appliance.server.http.idempotency import Idempotency
 from appliance.server.http.proxies import Proxies, root_path

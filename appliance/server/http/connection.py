@@ -1,4 +1,4 @@
-"""A client's connection: HTTP/1.1 with time limits and a share of connections, and its end.
+"""A client's connection: HTTP/1.1 with time limits and a share of connections.
 
 No client can hold a connection: a request's head has seconds to arrive, an unread body has a
 deadline, and the client must read answers at a minimum rate. At the limit of connections, the
@@ -7,12 +7,11 @@ server closes an idle one or refuses the new one.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import h11
 import msgspec
@@ -22,6 +21,8 @@ from appliance.errors import RequestError
 from appliance.server.http.errors import TooManyConnectionsError, describe
 
 if TYPE_CHECKING:
+    import asyncio
+
     from starlette.types import Message, Receive, Scope, Send
 
 HEADER_SECONDS = 10.0  # for a request's head, from its first byte
@@ -35,8 +36,6 @@ CHUNKS = "appliance.chunks"
 # Bytes that may wait in the kernel, and again as many before it. Small, because slow readers show
 # only once these are full: the default is megabytes.
 _UNSENT_BYTES = 4 * 1024
-
-ResultT = TypeVar("ResultT")
 
 
 def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
@@ -206,36 +205,3 @@ class HttpProtocol(H11Protocol):
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             self._wrote = True
         return True
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection."""
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run work for a waiting client; cancel it and raise ClientGoneError if the client leaves."""
-    return await guarded(work, disconnect(receive))
-
-
-async def guarded(
-    work: Coroutine[Any, Any, ResultT], *guards: Coroutine[Any, Any, NoReturn]
-) -> ResultT:
-    """Return the result of work, unless a guard raises first."""
-    tasks: list[asyncio.Task[Any]] = []
-    try:
-        for one in (work, *guards):
-            tasks.append(asyncio.ensure_future(one))
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        first = tasks[0] if tasks[0] in done else done.pop()
-        result: ResultT = first.result()  # a guard has none: it raises
-        return result
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def disconnect(receive: Receive) -> NoReturn:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientGoneError

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 from starlette.responses import Response
 
 from appliance.errors import ApplianceError
-from appliance.server.http.connection import CHUNKS, ClientGoneError, disconnect, guarded
+from appliance.server.http.client_gone import ClientGoneError, disconnect, guarded
+from appliance.server.http.connection import CHUNKS
 from appliance.server.http.errors import error_body, error_response
 from appliance.server.http.frames import SERVER_SENT_EVENTS, Wire
 from appliance.server.http.idempotency import FAILED

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from appliance.server.http.body import note_ignored, read_json
-from appliance.server.http.connection import unless_disconnected
+from appliance.server.http.client_gone import unless_disconnected
 from appliance.server.http.errors import json_response
 from appliance.server.http.protocols import protocol_of
 from appliance.server.http.request_middleware import key_name

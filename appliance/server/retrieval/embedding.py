@@ -10,7 +10,7 @@ import msgspec
 
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import RequestError
-from appliance.server.http.connection import unless_disconnected
+from appliance.server.http.client_gone import unless_disconnected
 from appliance.server.http.errors import request_id_of
 from appliance.server.http.request_middleware import key_name
 from appliance.server.requests.answer_size import check_vectors

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.http.body import body_size
-from appliance.server.http.connection import unless_disconnected
+from appliance.server.http.client_gone import unless_disconnected
 from appliance.server.http.errors import json_response
 from appliance.server.http.openapi import describes
 from appliance.server.http.request_middleware import key_name
