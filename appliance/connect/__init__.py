@@ -1,8 +1,6 @@
 """Set-up instructions for clients, with address, key and model filled in."""
 
-from appliance.connect.clients import COMMANDS, PROGRAMS
+from appliance.connect.clients import RECIPES
 from appliance.connect.recipe import Connection, Recipe, SetupStep
-
-RECIPES = PROGRAMS | COMMANDS
 
 __all__ = ["RECIPES", "Connection", "Recipe", "SetupStep"]
