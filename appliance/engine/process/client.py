@@ -112,76 +112,76 @@ class EngineClient(OpenRequests):
         self._generations: dict[str, Generation] = {}
         replica = replica or Replica()
         self._hand_over = replica.hand_over
-        self._quarantine = replica.quarantine
-        self._trials = Trials()
+        self.quarantine = replica.quarantine
+        self.trials = Trials()
         self._waiters = ReadyWaiters()
         self.place = Resident(residency or Residency(), name, self, replica.copies)
         self._gpu = replica.gpu
-        self._supervisor = Supervisor(
+        self.supervisor = Supervisor(
             command,
             limits,
-            on_report=self._on_report,
-            on_death=self._on_death,
+            on_report=self.on_report,
+            on_death=self.on_death,
             on_ready=self._on_ready,
             on_outage=self._on_outage,
             on_asleep=self._on_asleep,
             on_planned=self.place.take,
             on_lost=on_lost,
-            is_busy=self._is_busy,
+            is_busy=self.is_busy,
             launched=launched,
         )
-        self._tables = TableFetches(lambda *asked: self._supervisor.send(FetchTable(*asked)))
-        self._idle = IdleTimer(idle_timeout, self._supervisor.sleep)
-        self.adapters = AdapterCalls(self._supervisor)
+        self._tables = TableFetches(lambda *asked: self.supervisor.send(FetchTable(*asked)))
+        self._idle = IdleTimer(idle_timeout, self.supervisor.sleep)
+        self.adapters = AdapterCalls(self.supervisor)
 
     @property
     def state(self) -> EngineState:
-        return self._supervisor.state
+        return self.supervisor.state
 
     @property
     def reason(self) -> str:
         """The cause, if the engine failed or is restarting."""
-        return self._supervisor.reason
+        return self.supervisor.reason
 
     @property
     def responsive(self) -> bool:
         """True if a ready process shows signs of life."""
-        return self._supervisor.responsive
+        return self.supervisor.responsive
 
     @property
     def seconds_to_start(self) -> float:
         """Seconds until the next process starts; 0 if none is due."""
-        return self._supervisor.seconds_to_start
+        return self.supervisor.seconds_to_start
 
     @property
     def restarts(self) -> int:
         """Number of processes started after the first."""
-        return self._supervisor.restarts
+        return self.supervisor.restarts
 
     @property
     def wakes(self) -> Wakes:
-        return self._supervisor.wakes
+        return self.supervisor.wakes
 
     @property
     def info(self) -> EngineInfo | None:
         """Facts about the loaded engine; the last known ones while it restarts or sleeps."""
-        return self._supervisor.info
+        return self.supervisor.info
 
     @property
     def pid(self) -> int | None:
-        process = self._supervisor.process
+        process = self.supervisor.process
         return None if process is None else process.pid
 
     @property
     def metadata(self) -> memoryview | None:
         """(num_blocks,) 64-bit words of block metadata, live."""
-        process, info = self._supervisor.process, self._supervisor.info
+        process, info = self.supervisor.process, self.supervisor.info
         return None if process is None or info is None else process.metadata[: info.num_blocks]
 
     @property
     def quarantined(self) -> int:
         """Number of refused requests that killed engines."""
-        return len(self._quarantine)
+        return len(self.quarantine)
 
     @property
     def is_wanted(self) -> bool:
@@ -202,7 +202,7 @@ class EngineClient(OpenRequests):
 
     def lack(self, reason: str) -> None:
         """Note why there is no model to load yet."""
-        self._supervisor.lack(reason)
+        self.supervisor.lack(reason)
 
     def configure(self, config: EngineConfig) -> None:
         """Replace the settings before the first start."""
@@ -210,7 +210,7 @@ class EngineClient(OpenRequests):
 
     async def prepare(self) -> None:
         """Start the process before `start`: it imports while the caller reads the tokenizer."""
-        await self._supervisor.prepare()
+        await self.supervisor.prepare()
 
     async def start(self, end_tokens: AskEndTokens, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model.
@@ -224,7 +224,7 @@ class EngineClient(OpenRequests):
         """
         make_load = partial(Load, self.config, self._gpu)
         try:
-            info = await self._supervisor.start(
+            info = await self.supervisor.start(
                 lambda: make_load(*self.place.terms, *log.configured()), end_tokens, on_progress
             )
         except BaseException:
@@ -235,7 +235,7 @@ class EngineClient(OpenRequests):
 
     def sleep(self) -> None:
         """End the process now unless it has work; the next request starts another."""
-        self._supervisor.sleep()
+        self.supervisor.sleep()
 
     async def ready(self) -> None:
         """Wait until the engine accepts requests; a sleeping one does.
@@ -259,7 +259,7 @@ class EngineClient(OpenRequests):
         self._waiters.wake(error)
         self._forget_sequences()
         self.adapters.forget()
-        await self._supervisor.close(now=now)
+        await self.supervisor.close(now=now)
 
     def generate(self, request: Request) -> Generation:
         """Submit a request, waking the engine if necessary; iterate over the result for deltas.
@@ -274,7 +274,7 @@ class EngineClient(OpenRequests):
             )
         assert request.request_id not in self._generations
         generation = Generation(self, request)
-        generation.is_suspect = self._quarantine.is_suspect(request)
+        generation.is_suspect = self.quarantine.is_suspect(request)
         self._take(generation)
         return generation
 
@@ -292,19 +292,19 @@ class EngineClient(OpenRequests):
                 generation.submissions += 1
                 self._submit(generation)
             else:
-                self._supervisor.wake()
+                self.supervisor.wake()
         except BaseException:
             generation.close()  # nobody else can
             raise
 
     def _submit(self, generation: Generation) -> None:
         """Send a request to the engine; hold a suspect while another is on trial."""
-        if not self._trials.admits(generation):
+        if not self.trials.admits(generation):
             return
         if generation.request.sampling.grammar is not None:
             assert self.vocabulary is not None, "a grammar without a vocabulary"
             self._inform()
-        self._supervisor.send(Submit(generation.request))
+        self.supervisor.send(Submit(generation.request))
 
     def learn(self, vocabulary: Vocabulary) -> None:
         """Take the model's tokens, so that the engine can prepare for grammars."""
@@ -314,12 +314,12 @@ class EngineClient(OpenRequests):
 
     def _inform(self) -> None:
         if self.vocabulary is not None and self.pid != self._informed:
-            self._supervisor.send(self.vocabulary)
+            self.supervisor.send(self.vocabulary)
             self._informed = self.pid
 
     def _end_trial(self, generation: Generation) -> None:
         """End a suspect's trial at its first tokens or its end, and start the next one's."""
-        following = self._trials.end(generation, self._is_open)
+        following = self.trials.end(generation, self._is_open)
         if following is not None:
             self._submit(following)
 
@@ -328,7 +328,7 @@ class EngineClient(OpenRequests):
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it, in any phase."""
-        self._supervisor.send(Abort(request_id, index))
+        self.supervisor.send(Abort(request_id, index))
 
     def cancel(self, request_id: str) -> bool:
         """End a request for an administrator; return False if it is not open."""
@@ -362,7 +362,7 @@ class EngineClient(OpenRequests):
             return
         del self._generations[generation.request.request_id]
         if complete:
-            self._quarantine.absolve(generation.request)
+            self.quarantine.absolve(generation.request)
         else:
             self.abort(generation.request.request_id)
         self._end_trial(generation)
@@ -375,17 +375,17 @@ class EngineClient(OpenRequests):
             self._idle.start()
         self.place.leave_if_asked()
 
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Return True if the engine owes tokens or an adapter's answer.
 
         Does not count requests that it has not got, or unread deltas.
         """
         return self.adapters.is_asked or any(
-            one.is_awaited and one.submissions > 0 and one not in self._trials
+            one.is_awaited and one.submissions > 0 and one not in self.trials
             for one in self._generations.values()
         )
 
-    def _on_report(self, report: StepReport) -> None:
+    def on_report(self, report: StepReport) -> None:
         for request_id in report.started:
             if generation := self._generations.get(request_id):
                 generation.started = True
@@ -415,12 +415,12 @@ class EngineClient(OpenRequests):
         self.sequences = ()
         self._tables.give_up()
 
-    def _on_death(self, error: EngineDiedError) -> None:
+    def on_death(self, error: EngineDiedError) -> None:
         self.place.leave()
         self._forget_sequences()
         self.adapters.forget()
-        held = self._trials.abandon()
-        process = self._supervisor.process
+        held = self.trials.abandon()
+        process = self.supervisor.process
         starting = set() if process is None else process.beacon.started()
         # The engine was running some of its requests; the others waited.
         given = [one for one in self._generations.values() if one not in held and one.is_awaited]
@@ -431,7 +431,7 @@ class EngineClient(OpenRequests):
         }
         if error.by_itself and lost:
             logger.warning("the engine died while it worked on %s", ", ".join(lost))
-            self._quarantine.strike(one.request for one in lost.values())
+            self.quarantine.strike(one.request for one in lost.values())
         for generation in given:
             if generation.request.request_id in lost or generation.submissions >= MAX_SUBMISSIONS:
                 self._end(generation, error)
@@ -446,9 +446,9 @@ class EngineClient(OpenRequests):
     def _on_asleep(self) -> None:
         self.place.leave()
         self._forget_sequences()
-        self._on_report(StepReport(stats=EngineStats()))  # a process without content
+        self.on_report(StepReport(stats=EngineStats()))  # a process without content
         if self.adapters.is_asked or any(one.is_awaited for one in self._generations.values()):
-            self._supervisor.wake()
+            self.supervisor.wake()
 
     def _on_ready(self) -> None:
         self.adapters.begin()

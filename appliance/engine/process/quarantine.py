@@ -41,25 +41,25 @@ class Quarantine(Generic[AskedT]):
     ) -> None:
         self._mark = mark
         self._clock = clock
-        self._strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self.strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of requests refused now."""
         self._forget_old()
-        return sum(count >= STRIKES for count, _ in self._strikes.values())
+        return sum(count >= STRIKES for count, _ in self.strikes.values())
 
     def strike(self, requests: Iterable[AskedT]) -> None:
         """Count an engine's death against these requests; equal ones count once."""
         self._forget_old()
         for mark in dict.fromkeys(map(self._mark, requests)):
-            count, _ = self._strikes.pop(mark, (0, 0.0))
-            self._strikes[mark] = (count + 1, self._clock())
-            if len(self._strikes) > _MAX_KEPT:
-                self._strikes.popitem(last=False)
+            count, _ = self.strikes.pop(mark, (0, 0.0))
+            self.strikes[mark] = (count + 1, self._clock())
+            if len(self.strikes) > _MAX_KEPT:
+                self.strikes.popitem(last=False)
 
     def absolve(self, request: AskedT) -> None:
-        if self._strikes:
-            self._strikes.pop(self._mark(request), None)
+        if self.strikes:
+            self.strikes.pop(self._mark(request), None)
 
     def is_suspect(self, request: AskedT) -> bool:
         """Return True if an engine died while it ran an equal request.
@@ -68,17 +68,17 @@ class Quarantine(Generic[AskedT]):
             QuarantinedError: several died.
         """
         self._forget_old()
-        if not self._strikes:
+        if not self.strikes:
             return False  # the usual case: no hashing
-        count, when = self._strikes.get(self._mark(request), (0, 0.0))
+        count, when = self.strikes.get(self._mark(request), (0, 0.0))
         if count >= STRIKES:
             raise QuarantinedError(when + SECONDS - self._clock())
         return count > 0
 
     def _forget_old(self) -> None:
         oldest = self._clock() - SECONDS
-        while self._strikes and next(iter(self._strikes.values()))[1] <= oldest:
-            self._strikes.popitem(last=False)
+        while self.strikes and next(iter(self.strikes.values()))[1] <= oldest:
+            self.strikes.popitem(last=False)
 
 
 def mark_of(request: Request) -> bytes:
@@ -94,7 +94,7 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self._running: Generation | None = None
+        self.running: Generation | None = None
         self._held: deque[Generation] = deque()
 
     def __contains__(self, generation: Generation) -> bool:
@@ -105,19 +105,19 @@ class Trials:
         """Begin a suspect's trial, or hold it; return True if the request may run."""
         if not generation.is_suspect:
             return True
-        if self._running is not None:
+        if self.running is not None:
             self._held.append(generation)
             return False
-        self._running = generation
+        self.running = generation
         return True
 
     def end(
         self, generation: Generation, is_open: Callable[[Generation], bool]
     ) -> Generation | None:
         """End a request's trial, if any; return the next open suspect."""
-        if self._running is not generation:
+        if self.running is not generation:
             return None
-        self._running = None
+        self.running = None
         while self._held:
             following = self._held.popleft()
             if is_open(following):
@@ -127,6 +127,6 @@ class Trials:
     def abandon(self) -> tuple[Generation, ...]:
         """End all trials with the process; return the held suspects."""
         held = tuple(self._held)
-        self._running = None
+        self.running = None
         self._held.clear()
         return held

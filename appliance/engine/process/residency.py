@@ -87,7 +87,7 @@ class Resident:
         self.memory_bytes = 0
         self.last_used = 0.0
         self.is_leaving = False
-        self._residency = residency
+        self.residency = residency
         self._engine = engine
         self._copies = copies
         self._left = ReadyWaiters()
@@ -96,8 +96,8 @@ class Resident:
     @property
     def terms(self) -> tuple[int | None, bool]:
         """Its share of the limit, and True if there are several engines."""
-        limit = self._residency.limit
-        return None if limit is None else limit // self._copies, self._residency.is_shared
+        limit = self.residency.limit
+        return None if limit is None else limit // self._copies, self.residency.is_shared
 
     @property
     def is_wanted(self) -> bool:
@@ -108,7 +108,7 @@ class Resident:
         self.last_used = time.monotonic()
 
     async def take(self, planned: MemoryPlanned) -> None:
-        await self._residency.admit(self, planned)
+        await self.residency.admit(self, planned)
 
     async def make_room(self) -> None:
         """Put the engine to sleep after its open requests, and wait for that."""

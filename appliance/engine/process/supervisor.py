@@ -137,13 +137,13 @@ class Supervisor:
         self._command = command
         self._launched = launched
         self._limits = limits or SupervisionLimits()
-        self._on_report = on_report
-        self._on_death = on_death
+        self.on_report = on_report
+        self.on_death = on_death
         self._on_ready = on_ready
         self._on_outage = on_outage
         self._on_asleep = on_asleep
         self._on_planned = on_planned
-        self._on_lost = on_lost
+        self.on_lost = on_lost
         self._end_tokens: AskEndTokens | None = None
         self._waits_for_us = False
         self._is_busy = is_busy
@@ -296,7 +296,7 @@ class Supervisor:
                 self.process.kill()
             self._tell_outage(error or EngineError("its supervision ended"), "is lost")
         finally:
-            self._on_lost(error)
+            self.on_lost(error)
 
     async def _serve_once(self, load: MakeLoad) -> None:
         """Serve with one process until it has ended, then sleep or start the next."""
@@ -307,7 +307,7 @@ class Supervisor:
         # Set the state first: on_death must not submit to the dead process.
         self.state = EngineState.RESTARTING
         self.reason = str(error)
-        self._on_death(error)
+        self.on_death(error)
         await self._restart(load, error)
         logger.info("the engine is back, restart %d", self.restarts)
         self._on_ready()
@@ -403,7 +403,7 @@ class Supervisor:
         if not isinstance(message, StepReport):
             raise FrameError(f"a {type(message).__name__} while serving")
         self._watchdog.hear()
-        self._on_report(message)
+        self.on_report(message)
 
 
 def _when(delay: float) -> str:

@@ -67,14 +67,14 @@ async def test_a_supervisor_that_fails_starts_another_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running() as client:
-        supervisor, first = client._supervisor, client.pid
+        supervisor, first = client.supervisor, client.pid
         assert first is not None
 
         def broken(error: object) -> None:
-            supervisor._on_death = client._on_death
+            supervisor.on_death = client.on_death
             raise ValueError("nobody thought of this")
 
-        monkeypatch.setattr(supervisor, "_on_death", broken)
+        monkeypatch.setattr(supervisor, "on_death", broken)
         os.kill(first, signal.SIGKILL)
         await until(lambda: client.state is EngineState.READY and client.pid != first)
         assert "supervising the engine failed" in caplog.text
@@ -146,10 +146,10 @@ async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
             assert len(await task) == 40
         assert client.quarantined == 1
         assert client.restarts == 2
-        assert client._trials.abandon() == ()
-        assert client._trials._running is None
-        assert not client._quarantine._strikes or client.quarantined == len(
-            client._quarantine._strikes
+        assert client.trials.abandon() == ()
+        assert client.trials.running is None
+        assert not client.quarantine.strikes or client.quarantined == len(
+            client.quarantine.strikes
         ), "who came to the end is no suspect any more"
 
 
@@ -157,11 +157,11 @@ async def test_a_suspect_that_gives_up_makes_way_for_the_next() -> None:
     async with running("holds_at=20", max_num_seqs=1) as client:
         first, second = request(1, max_tokens=400), request(2, max_tokens=3)
         for one in (first, second):
-            client._quarantine.strike([one])
+            client.quarantine.strike([one])
         trial = client.generate(first)
         held = client.generate(second)
-        assert held in client._trials
-        assert trial not in client._trials
+        assert held in client.trials
+        assert trial not in client.trials
         trial.close()
         assert sum([len(delta.token_ids) async for delta in held]) == 3
         held.close()
@@ -239,11 +239,11 @@ async def test_a_report_that_cannot_be_taken_costs_a_process_and_not_the_supervi
     async with running() as client:
 
         def fails(report: StepReport) -> None:
-            client._supervisor._on_report = client._on_report
+            client.supervisor.on_report = client.on_report
             raise ValueError("a bug in the client")
 
         await until(lambda: client.stats_time > 0)
-        client._supervisor._on_report = fails
+        client.supervisor.on_report = fails
         with pytest.raises(EngineDiedError, match="a bug in the client"):
             await tokens(client, request(1, max_tokens=1))
         await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
@@ -271,8 +271,8 @@ async def test_a_supervisor_whose_recovery_fails_fails_its_requests_and_tells(
 ) -> None:
     async with running("holds_at=20") as client:
         told: list[Exception | None] = []
-        supervisor, process = client._supervisor, client.pid
-        monkeypatch.setattr(supervisor, "_on_lost", told.append)
+        supervisor, process = client.supervisor, client.pid
+        monkeypatch.setattr(supervisor, "on_lost", told.append)
         generation = client.generate(request(1, max_tokens=400))
         await anext(generation)
 

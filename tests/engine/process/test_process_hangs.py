@@ -37,7 +37,7 @@ async def test_a_stopped_process_is_replaced(busy: bool) -> None:
         await until(lambda: client.state is EngineState.READY and client.restarts == 1)
         assert client.responsive
         assert client.pid != stopped
-        assert len(client._quarantine._strikes) == 0, "no request has done it"
+        assert len(client.quarantine.strikes) == 0, "no request has done it"
         assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
 
 
@@ -83,14 +83,14 @@ async def test_an_answer_that_is_not_read_is_no_work_of_the_engine(looks: list[V
         unread = client.generate(request(1, 2, max_tokens=3))
         await until(lambda: unread.backlog == 3)
         assert client.num_running == 1
-        assert not client._is_busy()
+        assert not client.is_busy()
         looks.clear()
         await until(lambda: len(looks) > 2 * LOOKS_TO_HANG)
         assert client.restarts == 0
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
-        assert not client._quarantine._strikes
+        assert not client.quarantine.strikes
         assert [delta.token_ids async for delta in unread] == [(1,), (2,), (1,)]
         unread.close()
         await until(lambda: client.stats.generation_tokens_total == 0)

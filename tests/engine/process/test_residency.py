@@ -67,7 +67,7 @@ async def test_requests_in_work_end_first_and_later_ones_come_back_in_turn() -> 
             EngineConfig(model="needs=10"),
             command=ECHO,
             limits=LIMITS,
-            residency=first.place._residency,
+            residency=first.place.residency,
         )
         long = asyncio.create_task(tokens(first, request(7, max_tokens=300, ignore_eos=True)))
         await until(lambda: first.num_running == 1)
@@ -89,7 +89,7 @@ async def test_a_model_larger_than_the_limit_is_refused_and_the_others_stay() ->
             EngineConfig(model="needs=16"),
             command=ECHO,
             limits=LIMITS,
-            residency=small.place._residency,
+            residency=small.place.residency,
         )
         for _ in range(2):
             with pytest.raises(MemoryPlanError, match="16 of 15"):

@@ -201,4 +201,4 @@ def test_who_comes_to_the_end_is_absolved() -> None:
     assert quarantine.is_suspect(request(2))
     for number in range(5000):
         quarantine.strike([request(number, number)])
-    assert len(quarantine._strikes) <= 1024
+    assert len(quarantine.strikes) <= 1024

@@ -134,7 +134,7 @@ async def test_who_looks_at_the_server_sends_the_engine_nothing(
 ) -> None:
     async with serve() as running:
         sent: list[object] = []
-        monkeypatch.setattr(running.engine._supervisor, "send", sent.append)
+        monkeypatch.setattr(running.engine.supervisor, "send", sent.append)
         for path in ("/", "/metrics", "/health", "/ready", "/v1/models"):
             assert (await running.http.get(path)).status_code == 200
         async with running.http.stream("GET", "/admin/v1/events") as feed:

@@ -31,7 +31,7 @@ RANKS = (
 
 async def test_ranks_are_in_health_metrics_and_the_feed(serve: Serve) -> None:
     async with serve() as running:
-        supervisor: Any = running.engine._supervisor
+        supervisor: Any = running.engine.supervisor
         assert "ranks" not in (await running.http.get("/health")).json()
         assert "appliance_rank" not in (await running.http.get("/metrics")).text
         supervisor.info = msgspec.structs.replace(supervisor.info, ranks=RANKS)

@@ -302,7 +302,7 @@ SIZES = {
 
 async def test_how_many_parameters_it_has(serve: Serve) -> None:
     async with serve() as running, client_of(running) as client:
-        supervisor = running.engine._supervisor
+        supervisor = running.engine.supervisor
         assert supervisor.info is not None
         for count, expected in SIZES.items():
             supervisor.info = msgspec.structs.replace(supervisor.info, num_parameters=count)

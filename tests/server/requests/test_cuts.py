@@ -167,7 +167,7 @@ async def end_of(running: Running, protocol: str, body: dict[str, Any], *, strea
 async def test_a_cut_stays_a_cut(serve: Serve, tokenizer: Tokenizer) -> None:
     wrong = []
     async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
-        supervisor = running.engine._supervisor
+        supervisor = running.engine.supervisor
         info = supervisor.info
         assert info is not None
         for protocol, (choice, several) in product(PATHS, CHOICES):
@@ -326,7 +326,7 @@ async def test_anthropic_s_client_reads_each_cut(serve: Serve, tokenizer: Tokeni
             http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
         ) as client,
     ):
-        supervisor = running.engine._supervisor
+        supervisor = running.engine.supervisor
         info = supervisor.info
         assert info is not None
         for choice, (place, stop) in product(CHOICES, STOPS.items()):
