@@ -14,8 +14,7 @@ import ray
 from ray.serve import ingress
 
 from appliance import log
-from appliance.cluster.chosen_replica import ChosenReplica, ReplicaRequest
-from appliance.cluster.front import BLOCK_SIZE, make_front
+from appliance.cluster.front import BLOCK_SIZE, ChosenReplica, ReplicaRequest, make_front
 from appliance.cluster.node_facts import NodeFacts, check, look
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL
 from appliance.config import Settings, with_kv_folder

@@ -1,7 +1,9 @@
 """A cluster's front: checks a request, chooses its replica, and streams the reply.
 
 If a replica ends before the client has part of the answer, another one starts over; a stream that
-has begun ends with an error, as with one process. Imports no Ray.
+has begun ends with an error, as with one process. A front has no tokenizer: it hashes a prompt's
+text in chained blocks, as the prefix cache hashes tokens. Prompts that begin with the same text
+begin with the same tokens, so the text also shows which replica has them cached. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
+from array import array
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 from starlette.requests import Request
 
-from appliance.cluster.chosen_replica import ReplicaRequest
-from appliance.cluster.prompt_text import text_hashes
 from appliance.cluster.reply import STREAMS, Reply
+from appliance.engine.blocks.block_hashes import extend_chain, root_hash
 from appliance.engine.process.quarantine import Quarantine
 from appliance.errors import (
     ApplianceError,
@@ -42,26 +46,59 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from appliance.cluster.chosen_replica import Choose, ChosenReplica
     from appliance.cluster.reply import RawHeaders
     from appliance.config import ServerConfig
 
+
+BYTES_A_TOKEN = 4  # about, for English; in other languages it remembers more or less
+# Fields with prompt text, in the order of templates. A conversation grows at the end of one of the
+# last.
+_FIELDS = ("tools", "system", "instructions", "prompt", "messages", "input")
+_TEXT = "I"  # four bytes per token
 BLOCK_SIZE = 16  # tokens, estimated from the text
 CONNECT_SECONDS = 5.0
 _POOL_SECONDS = 15.0  # shorter than a replica's keep-alive
 _RESPONSES = "/v1/responses"  # each replica has only its own
-
 # These concern one replica, whose address is in `appliance cluster status`.
 _OF_ONE = ("/admin/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-
 # Headers for the front alone, or for one connection.
 _NOT_PASSED_ON = {
     *(b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect"),
     *(b"content-length", b"origin", b"x-request-id", b"forwarded"),
 }
 _PREFIXES_NOT_PASSED_ON = (b"x-forwarded-", b"sec-fetch-")
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenReplica:
+    """A replica that takes requests.
+
+    Attributes:
+        url: its server's, for other machines.
+    """
+
+    name: str
+    url: str
+
+
+@dataclass(slots=True)
+class ReplicaRequest:
+    """A request that needs a replica.
+
+    Attributes:
+        hashes: of the prompt's text.
+        num_open: open requests of this front by replica.
+        tried: names of the replicas that failed to answer it.
+    """
+
+    hashes: list[bytes]
+    num_open: Counter[str]
+    tried: set[str] = field(default_factory=set)
+
+
+# Returns None if all replicas were tried; raises TimeoutError if none appears in time.
+Choose = Callable[[ReplicaRequest], Coroutine[Any, Any, ChosenReplica | None]]
 
 
 class _NotOfClustersError(RequestError):
@@ -263,3 +300,31 @@ def _lasting_socket(address: tuple[object, ...]) -> socket.socket:
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     made.setblocking(False)
     return made
+
+
+def text_hashes(body: bytes, owner: str, block_size: int) -> list[bytes]:
+    """Return the hashes of a prompt's full blocks; none if the body is no JSON object.
+
+    Args:
+        body: of a request in any protocol.
+        owner: the API key; prompts of one key share the cache.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except ValueError:
+        return []
+    if not isinstance(fields, dict):
+        return []
+    text = b"\0".join(_growing(fields[name]) for name in _FIELDS if name in fields)
+    words = array(_TEXT, text[: len(text) // BYTES_A_TOKEN * BYTES_A_TOKEN]).tolist()
+    root = root_hash(owner, str(fields.get("model", "")), str(fields.get("cache_salt", "")))
+    found: list[bytes] = []
+    extend_chain(found, root, words, block_size, len(words) // block_size)
+    return found
+
+
+def _growing(value: Any) -> bytes:
+    """Encode a value so that a longer one begins with a shorter one's bytes."""
+    if isinstance(value, list):
+        return b"".join(msgspec.json.encode(item) + b"," for item in value)
+    return msgspec.json.encode(value)[:-1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from appliance.cluster.chosen_replica import ReplicaRequest
+from appliance.cluster.front import ReplicaRequest
 from appliance.engine.process.router import ReplicaLoad, ReplicaRouter
 
 URL, BLOCKS = "url", "blocks"  # keys of a replica's statistics

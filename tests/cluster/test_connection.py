@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.cluster import control
-from appliance.cluster.connection import connected
+from appliance.cluster.control import connected
 from appliance.config import ServerConfig
 from appliance.errors import ConfigError
 from appliance.server.http.listener import bind

@@ -11,9 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.cluster.chosen_replica import ChosenReplica, ReplicaRequest
-from appliance.cluster.front import BLOCK_SIZE, make_front
-from appliance.cluster.prompt_text import BYTES_A_TOKEN, text_hashes
+from appliance.cluster.front import (
+    BLOCK_SIZE,
+    BYTES_A_TOKEN,
+    ChosenReplica,
+    ReplicaRequest,
+    make_front,
+    text_hashes,
+)
 from appliance.config import ServerConfig
 
 KEY = "a-key-of-a-test"

@@ -11,8 +11,8 @@ import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 
-from appliance.cluster.chosen_replica import ReplicaRequest
 from appliance.cluster.deployments import wanted_replicas
+from appliance.cluster.front import ReplicaRequest
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL, PrefixRouter
 from appliance.engine.process.router import bound
 

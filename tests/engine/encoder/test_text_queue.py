@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from appliance.engine.encoder.text_queue import TextQueue
+from appliance.engine.encoder.encoder_engine import TextQueue
 from appliance.engine.nouns.request import Pooling, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 
