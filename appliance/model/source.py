@@ -224,8 +224,8 @@ def _open_fallback(
     folder: SafetensorsFolder, config: dict[str, Any], origin: str, whole: dict[str, Any] | None
 ) -> ModelSource:
     """Open a model, or the text part of one, that transformers describes; loads both libraries."""
-    from appliance.model.fallback.conversion import RenamedWeights
     from appliance.model.fallback.description import describe
+    from appliance.model.fallback.renamed import RenamedWeights
 
     weights = _open_weights(folder, config, origin)
     stored = weights.tensor_names()

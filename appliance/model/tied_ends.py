@@ -10,12 +10,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from appliance.model.fallback.conversion import RenamedWeights
+from appliance.model.fallback.renamed import RenamedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from appliance.model.fallback.conversion import Stored
+    from appliance.model.fallback.renamed import Stored
     from appliance.model.names import TensorNames
     from appliance.model_files.checkpoint import SafetensorsFolder
     from appliance.quant.formats import WeightReader

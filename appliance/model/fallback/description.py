@@ -34,7 +34,7 @@ from appliance.model.tensors import Role, TensorSlot
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
-    from appliance.model.fallback.conversion import Stored
+    from appliance.model.fallback.renamed import Stored
     from appliance.model.families.reader import ConfigReader
 
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.")
