@@ -16,12 +16,12 @@ from appliance.kernels.weight import dense
 from appliance.model.adapters.reader import FACTORS_NAME
 from appliance.model.source import open_model
 from appliance.model_files.checkpoint import CONFIG_NAME
-from appliance.quant.formats.grouping import zero_points_of
 from appliance.quant.formats.kv_plan import FILE as KV_PLAN
 from appliance.quant.formats.kv_plan import KEY_SCALES, VALUE_SCALES
+from appliance.quant.formats.pack import zero_points_of
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.formats.word_packed import WEIGHT
-from appliance.quant.quality.run_facts import facts_of_run, write_facts
+from appliance.quant.quality.facts import facts_of_run, write_facts
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
 from appliance.quant.run.plan import choose_store, head_tensors, stored_dtype
 from appliance.quant.run.refusals import refuse_unsaid

@@ -41,6 +41,6 @@ def show(found: Card) -> None:
 
         print_card(found)
     else:
-        from appliance.quant.quality.card_markdown import to_markdown
+        from appliance.quant.quality.card_rows import to_markdown
 
         typer.echo(to_markdown(found), nl=False)

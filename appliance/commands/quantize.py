@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from appliance.progress.jobs import JobFile
     from appliance.progress.quantize_events import OnEvent
-    from appliance.quant.run.report import QuantizeReport
+    from appliance.quant.run.run import QuantizeReport
 
 QUANTIZING = "quantizing"
 
@@ -150,8 +150,8 @@ def quantize(
         QuantizeOptions,
         WeightFormat,
         choose_device,
+        read_asked,
     )
-    from appliance.quant.run.schemes import read_asked
     from appliance.quant.text.calibration import CalibrationText
 
     form = WeightFormat.parse(format)
@@ -278,8 +278,8 @@ def make_card_of_run(
     from appliance.progress.quantize_events import CardWritten, Measuring
     from appliance.quant.quality.card import HTML_NAME, beside
     from appliance.quant.quality.card_files import write_card
+    from appliance.quant.quality.facts import keep_facts
     from appliance.quant.quality.make_card import CardOptions, make_card
-    from appliance.quant.quality.run_facts import keep_facts
     from appliance.quant.run.evaluation_memory import CARD_WINDOW
     from appliance.quant.text.held_out import HeldOutText
 

@@ -13,7 +13,7 @@ from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.engines import autoawq, optimum
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeLibrary, WeightFormat
-from appliance.quant.run.report import QuantizeReport
+from appliance.quant.run.run import QuantizeReport
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.text.calibration import CalibrationText

@@ -17,10 +17,15 @@ import numpy as np
 from appliance.errors import UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant.formats.float16 import exact_enough
-from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
 from appliance.quant.formats.input_groups import even_groups
-from appliance.quant.formats.pack import pack_codes, unpack_codes, words_to_bytes
+from appliance.quant.formats.pack import (
+    exact_enough,
+    integer_zero_points,
+    pack_codes,
+    scales_in_groups,
+    unpack_codes,
+    words_to_bytes,
+)
 from appliance.quant.formats.word_packed import QWEIGHT, QZEROS, SCALES, Layout
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES, SUPERBLOCK
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant.formats.float16 import exact_enough
-from appliance.quant.formats.grouping import scales_in_groups, zero_points_of
+from appliance.quant.formats.pack import exact_enough, scales_in_groups, zero_points_of
 from appliance.quant.formats.scheme import SuperBlockScheme, WeightScheme
 
 if TYPE_CHECKING:

@@ -17,10 +17,16 @@ import numpy as np
 from appliance.errors import UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant.formats.float16 import exact_enough
-from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
 from appliance.quant.formats.input_groups import even_groups, listed_groups
-from appliance.quant.formats.pack import bytes_to_words, pack_codes, unpack_stream, words_to_bytes
+from appliance.quant.formats.pack import (
+    bytes_to_words,
+    exact_enough,
+    integer_zero_points,
+    pack_codes,
+    scales_in_groups,
+    unpack_stream,
+    words_to_bytes,
+)
 from appliance.quant.formats.scheme import GROUP_SIZES
 from appliance.quant.formats.word_packed import G_IDX, QWEIGHT, QZEROS, SCALES, Layout
 

@@ -1,7 +1,7 @@
-"""Converts between plain integer codes and stored orders.
+"""Converts between plain integer codes and stored orders, and between a scale per group and more.
 
-Plain codes are unsigned, one per uint8. All functions are exact and know neither scales nor files.
-Words are little-endian, as in safetensors files.
+Plain codes are unsigned, one per uint8. All functions are exact and know no files. Words are
+little-endian, as in safetensors files.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from appliance.errors import QuantizeError
 from appliance.kernels import arrays
+from appliance.kernels.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# From here on, float16 holds every bfloat16 exactly. Below, its steps are 2 ** -24, too small to
+# change a weight of such a group.
+SMALLEST_EXACT = 2.0**-17
 WORD_BITS = 32
 
 
@@ -129,3 +134,48 @@ def unpack_zero_points(words: Tensor, bits: int, out_features: int) -> Tensor:
     columns = words.T.contiguous()  # (groups, words)
     codes = unpack_stream(words_to_bytes(columns, columns.shape[1] * 4), bits)
     return codes[:, :out_features].T.contiguous()
+
+
+def exact_enough(name: str, scale: Tensor) -> Tensor:
+    """Convert scales to float16, exact from 2 ** -17 on, or raise QuantizeError.
+
+    Below, the error is at most 2 ** -25.
+    """
+    half = scale.half()
+    exact = half.to(scale.dtype) == scale
+    if not bool((exact | (scale.abs() < SMALLEST_EXACT)).all()):
+        raise QuantizeError(
+            f"{name} has a scale of {float(scale[~exact].abs().max()):g}, which float16 does not"
+            " hold; use --format compressed-tensors"
+        )
+    return half
+
+
+def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
+    """Repeat per-group values for smaller groups.
+
+    Args:
+        values: (out_features, groups).
+        wanted: inputs per smaller group; divides `group_size`.
+    """
+    assert group_size % wanted == 0, (group_size, wanted)
+    return arrays.repeated(values, group_size // wanted, 1)  # type: ignore[no-any-return]
+
+
+def zero_points_of(weight: PackedWeight) -> Tensor | None:
+    """Return zero points as (out_features, groups) uint8; None if an offset is no code."""
+    found = weight.offset.float()
+    if weight.offset_kind is OffsetKind.ADDITIVE:
+        # Any zero point fits a group of zeros; take that of symmetric weights.
+        found = (-found / weight.scale.float()).nan_to_num(1 << (weight.bits - 1)).round()
+        if not arrays.equal(weight.offset, (-found * weight.scale.float()).to(weight.offset.dtype)):
+            return None
+    is_code = (found == found.round()) & (found >= 0) & (found < 1 << weight.bits)
+    return arrays.cast(found, "uint8") if bool(is_code.all()) else None
+
+
+def integer_zero_points(weight: PackedWeight) -> Tensor:
+    """Return the zero points of a weight that has some, (out_features, groups) uint8."""
+    found = zero_points_of(weight)
+    assert found is not None, "no zero points, but offsets"
+    return found

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.quant.gguf.settings import FileSettings
-    from appliance.quant.gguf.tensors import FileTensor
+    from appliance.quant.gguf.tensors import FileSettings, FileTensor
     from appliance.quant.run.shard_writer import TensorLayout
 
 ALIGNMENT = 32  # bytes, the format's default

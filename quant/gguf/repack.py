@@ -17,8 +17,7 @@ from appliance.model.source import open_model
 from appliance.quant.formats.ggml_blocks import block_type, encode, row_bytes
 from appliance.quant.gguf.file_writer import GGUFFileWriter, PlannedFile, TypedTensor
 from appliance.quant.gguf.from_checkpoint import check_as_read, settings_of
-from appliance.quant.gguf.settings import FileSettings
-from appliance.quant.gguf.tensors import file_tensors, mapping_of
+from appliance.quant.gguf.tensors import FileSettings, file_tensors, mapping_of
 from appliance.quant.run.shard_writer import TensorLayout
 
 if TYPE_CHECKING:

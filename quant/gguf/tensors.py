@@ -1,22 +1,37 @@
-"""Places a checkpoint's tensors in a GGUF file: names, types and the order of rows."""
+"""Places a checkpoint's tensors and settings in a GGUF file: names, types, the order of rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import QuantizeError
 from appliance.model.gguf_tensors import names_beside
 from appliance.model.row_orders import halves_from_pairs
 from appliance.model.tensors import Role, tensor_slots
+from appliance.model_files.gguf_names import parts_of
+from gguf import GGUFReader, GGUFValueType
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
     from appliance.model.families.family import Family, GGUFMapping
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
+
+# Part of the file's own header, or not true of other weights.
+_OWN = (
+    "GGUF.",
+    "general.architecture",
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+    "split.",
+)
+_NEEDED = "tokenizer.ggml."
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +98,76 @@ def _stored_order(
     assert slot.layer is not None
     head_dim = source.spec.attention_layers[slot.layer].head_dim
     return halves_from_pairs(slot.shape[0], head_dim).argsort()
+
+
+@dataclass(frozen=True, slots=True)
+class FileSetting:
+    """One key, its value, its type and that of the elements of a list."""
+
+    key: str
+    value: Any
+    kind: GGUFValueType
+    inner: GGUFValueType | None = None
+
+    @classmethod
+    def of(cls, key: str, value: bool | float | str | list[Any]) -> FileSetting:
+        """Choose the type by the value: u32 for whole numbers, i32 for those in lists, f32."""
+        if isinstance(value, list):
+            inner = GGUFValueType.INT32 if isinstance(value[0], int) else _kind_of(value[0])
+            return cls(key, value, GGUFValueType.ARRAY, inner)
+        return cls(key, value, _kind_of(value))
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """All of a file but its weights.
+
+    Attributes:
+        extra: float32 tensors that are settings, such as factors of frequencies.
+    """
+
+    architecture: str
+    settings: tuple[FileSetting, ...]
+    extra: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileSettings:
+        """Copy those of a GGUF model, whose first file has them.
+
+        Empty lists are left out, which the `gguf` package does not write.
+
+        Raises:
+            QuantizeError: a list that readers need is empty, or holds lists.
+        """
+        first, *others = parts_of(path)
+        reader = GGUFReader(first)
+        found = []
+        for entry in reader.fields.values():
+            if entry.name.startswith(_OWN):
+                continue
+            kind, *inner = entry.types
+            value = entry.contents() if len(inner) <= 1 else None
+            if value is None or (value == [] and entry.name.startswith(_NEEDED)):
+                what = "lists of lists" if value is None else "an empty list"
+                raise QuantizeError(
+                    f"{path} has {what} in {entry.name}, which is not written to GGUF files; use"
+                    " --format compressed-tensors"
+                )
+            if value != []:
+                found.append(FileSetting(entry.name, value, kind, inner[0] if inner else None))
+        extra = {
+            tensor.name: tensor.data.copy()
+            for part in (reader, *map(GGUFReader, others))
+            for tensor in part.tensors
+            if tensor.name.startswith("rope_")
+        }
+        architecture = str(reader.fields["general.architecture"].contents())
+        return cls(architecture, tuple(found), extra)
+
+
+def _kind_of(value: object) -> GGUFValueType:
+    if isinstance(value, bool):
+        return GGUFValueType.BOOL
+    if isinstance(value, int):
+        return GGUFValueType.UINT32
+    return GGUFValueType.FLOAT32 if isinstance(value, float) else GGUFValueType.STRING

@@ -15,10 +15,14 @@ import torch
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.quant.formats.kv_plan import KVLayer
-from appliance.quant.kv.attention import EVERY, attend_with
-from appliance.quant.kv.attention_watch import AttentionWatch
+from appliance.quant.kv.attention import (
+    EVERY,
+    AttentionWatch,
+    attend_with,
+    largest_scales,
+    search_scales,
+)
 from appliance.quant.kv.even_keys import choose_factors, even
-from appliance.quant.kv.scales import largest_scales, search_scales
 from appliance.quant.walk.walk import Walk
 
 if TYPE_CHECKING:

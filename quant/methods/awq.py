@@ -1,26 +1,118 @@
-"""AWQ: scales give large inputs finer steps; the layer before divides them out.
+"""AWQ: scales give large inputs finer steps; the norm or linear before divides them out.
 
 From Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan and Han, https://arxiv.org/abs/2306.00978.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.quant.methods.ranges import WHOLE, choose_grid
+from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.quant.methods import data_free
+from appliance.quant.methods.ranges import SHRUNK, WHOLE, choose_grid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from appliance.quant.formats.scheme import GroupedScheme
+    from appliance.model.norm import Norm
+    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
+    from appliance.quant.run.options import QuantizedWeight
+    from appliance.quant.walk.block import Moments, TransformerBlock
 
 EXPONENTS = tuple(step / 20 for step in range(20))
 LARGEST_SCALE = 1e4  # its inverse is the smallest; both are far from float16's limits
+
+
+def quantize_linear(
+    weight: Tensor, hessian: Tensor | None, scheme: LinearScheme, dtype: torch.dtype
+) -> QuantizedWeight:
+    """Quantize a weight in ranges chosen by the energy of its inputs; see `Quantizer`."""
+    if hessian is None or isinstance(scheme, Fp8Scheme):
+        return data_free.quantize_linear(weight, None, scheme, dtype)
+    grid = choose_grid(weight, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
+    return grid.pack(grid.codes(weight))
+
+
+def scale_inputs(
+    block: TransformerBlock,
+    moments: list[Moments],
+    schemes: list[GroupedScheme | None],
+    dtype: torch.dtype,
+    norm_offset: float,
+) -> list[InputScales]:
+    """Choose scales for the inputs of a layer's four linears and fold them in.
+
+    Args:
+        block: changed in place; its outputs stay the same.
+        moments: of its linears' inputs, in their order.
+        schemes: of its linears; None leaves a linear's inputs alone.
+        dtype: of stored scales and norms.
+        norm_offset: what the model adds to a norm's stored weight.
+
+    Returns:
+        The folded scales of the linears with a scheme, in their order.
+    """
+    attention = block.attention.spec
+    queries = attention.num_heads // attention.num_kv_heads
+    first_value = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    values = slice(first_value, block.qkv.out_features)
+    ups = slice(block.gate_up.out_features // 2, block.gate_up.out_features)
+
+    def into_values(scales: Tensor) -> Tensor:
+        heads = scales.view(attention.num_kv_heads, queries, attention.head_dim)
+        block.qkv.scale_outputs(values, heads[:, 0].reshape(-1))
+        return scales
+
+    def into_ups(scales: Tensor) -> Tensor:
+        block.gate_up.scale_outputs(ups, scales)
+        return scales
+
+    def into_norm(norm: Norm) -> Callable[[Tensor], Tensor]:
+        return lambda scales: _scale_norm(norm, scales, dtype, norm_offset)
+
+    places: list[tuple[Callable[[Tensor], Tensor], int | None]] = [
+        (into_norm(block.mixer_norm), None),
+        (into_values, attention.num_kv_heads),
+        (into_norm(block.mlp_norm), None),
+        (into_ups, None),
+    ]
+    found = []
+    for linear, seen, scheme, (fold, heads) in zip(
+        block.linears(), moments, schemes, places, strict=True
+    ):
+        if scheme is None:
+            continue
+        chosen = choose_scales(
+            [linear.weight],
+            seen.hessian,
+            seen.magnitude,
+            scheme,
+            dtype,
+            sources=heads,
+            head_dim=attention.head_dim,
+        )
+        exact = fold(chosen.scales)
+        linear.scale_inputs(exact)
+        found.append(replace(chosen, scales=exact))
+    return found
+
+
+def _scale_norm(norm: Norm, scales: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
+    """Divide a norm's weight by scales and round it to its stored type.
+
+    Returns:
+        The scales that the rounded weight represents exactly.
+    """
+    stored = (norm.weight / scales - offset).to(dtype).float() + offset
+    usable = (stored != 0) & (norm.weight != 0)
+    exact = torch.where(usable, norm.weight / stored, torch.ones_like(scales))
+    norm.weight.copy_(torch.where(usable, stored, norm.weight))
+    return exact
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
+from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.quant.methods import data_free
 from appliance.quant.methods.ranges import SHRUNK, choose_grid
 
 if TYPE_CHECKING:
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
     from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.packed import PackedWeight
-    from appliance.quant.formats.scheme import GroupedScheme
+    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
+    from appliance.quant.run.options import QuantizedWeight
 
 DAMPING = 0.01  # share of the mean diagonal to add to the diagonal
 DOUBT = 0.4  # share of the measured correlations attributed to chance
@@ -30,16 +33,23 @@ COLUMNS_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class GPTQResult:
-    """A quantized weight and its loss.
+    """A quantized weight.
 
     Attributes:
-        loss: squared error of the outputs over their sum of squares.
         damping: share of the mean diagonal that was added.
     """
 
     weight: PackedWeight | GgmlWeight
-    loss: float
     damping: float
+
+
+def quantize_linear(
+    weight: Tensor, hessian: Tensor | None, scheme: LinearScheme, dtype: torch.dtype
+) -> QuantizedWeight:
+    """Quantize a weight; see `Quantizer`."""
+    if hessian is None or isinstance(scheme, Fp8Scheme):
+        return data_free.quantize_linear(weight, None, scheme, dtype)
+    return quantize(weight, hessian, scheme, dtype).weight
 
 
 def quantize(
@@ -94,9 +104,7 @@ def quantize(
         left[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    packed = steps.pack(codes[:, back])
-    loss = output_loss(original, packed.dequantize(), hessian)
-    return GPTQResult(packed, loss, used)
+    return GPTQResult(steps.pack(codes[:, back]), used)
 
 
 def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:

@@ -11,38 +11,69 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.errors import ConfigError
+from appliance.files import replace_atomically
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import rtn
 from appliance.quant.methods.gptq import output_energy
 from appliance.quant.methods.sensitivity import Variants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import torch
     from torch import Tensor
 
     from appliance.model.source import ModelSource
-    from appliance.quant.formats.scheme import WeightScheme
+    from appliance.quant.run.options import QuantizeOptions
+    from appliance.quant.text.calibration import Calibration
 
 DENSE_BITS = 16.0
 PROBE_TOKENS = 256  # tokens per row
 PROBE_ROWS = 2
+Schemes = dict[str, WeightScheme | None]  # of linear weights by name; None keeps 16 bits
+FILE = "precisions.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One precision of one linear.
+def kept_schemes(
+    source: ModelSource,
+    options: QuantizeOptions,
+    calibration: Calibration,
+    dtype: torch.dtype,
+    state: Path,
+) -> Schemes:
+    """Return the schemes of an earlier run, or choose with `mixed_schemes` and keep them.
 
-    Attributes:
-        scheme: None keeps 16 bits.
-        size: bits of the linear's weights, scales and zero points included.
-        loss: expected KL divergence in nats per token.
+    `state` is the folder of this run's state.
+
+    Raises:
+        ConfigError: see `mixed_schemes`.
+        OSError: the choice cannot be written.
     """
+    path = state / FILE
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Schemes)
+    chosen = mixed_schemes(source, options, calibration, dtype)
+    with replace_atomically(path) as temporary:
+        temporary.write_bytes(msgspec.json.encode(chosen))
+    return chosen
 
-    scheme: WeightScheme | None
-    size: float
-    loss: float
+
+def mixed_schemes(
+    source: ModelSource, options: QuantizeOptions, calibration: Calibration, dtype: torch.dtype
+) -> Schemes:
+    """Choose schemes by sensitivity for `options.mixed` bits per weight.
+
+    Raises:
+        ConfigError: the scheme is FP8, or the budget is below the smallest precision.
+    """
+    assert options.mixed is not None
+    if not isinstance(options.scheme, WeightScheme):
+        raise ConfigError("--mixed chooses among integers of 3, 4 and 8 bits; use another --method")
+    return choose_precisions(source, calibration.rows, options.scheme, options.mixed, dtype)
 
 
 def choose_precisions(
@@ -95,6 +126,21 @@ def choose_precisions(
     return {
         name: choice.scheme for group, choice in zip(names, picked, strict=True) for name in group
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One precision of one linear.
+
+    Attributes:
+        scheme: None keeps 16 bits.
+        size: bits of the linear's weights, scales and zero points included.
+        loss: expected KL divergence in nats per token.
+    """
+
+    scheme: WeightScheme | None
+    size: float
+    loss: float
 
 
 def spend(choices: Sequence[Sequence[Choice]], bits_per_weight: float) -> list[Choice]:

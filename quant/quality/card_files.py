@@ -15,7 +15,7 @@ from appliance.quant.quality.card import (
     to_json,
 )
 from appliance.quant.quality.card_html import to_html
-from appliance.quant.quality.card_markdown import to_markdown
+from appliance.quant.quality.card_rows import to_markdown
 
 
 def write_card(card: Card, model: Path, out: Path | None = None) -> Path:

@@ -1,14 +1,15 @@
-"""Builds a quality card's tables as text, for Markdown, HTML and the terminal."""
+"""Builds a quality card's tables as text, for HTML and the terminal, and the card in Markdown."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.quant.quality.card import Alternative, Card, Figure, KVRow, TaskScore
 
 Row = tuple[str, ...]
-
 KV_HEADER = ("KV cache", "bits per value", "mean KLD", "p99 KLD", "same top", "perplexity ratio")
 TASKS_HEADER = ("task", "metric", "score", "questions")
 ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "perplexity")
@@ -36,6 +37,47 @@ def measures(card: Card) -> list[Row]:
         ("RMS change of it", figure(found.rms_change_percent, 3) + " %"),
         ("tokens compared", f"{found.places:,}"),
     ]
+
+
+def to_markdown(card: Card) -> str:
+    sections = [f"# Quality of {card.model.name}", f"{card.line()}."]
+    against = "" if card.base is None else f", beside {card.base.name}"
+    sections.append(
+        f"Measured on held-out text{against}: dequantized weights, float32 arithmetic."
+        " KL divergence in nats, base first; \u00b1 is one standard error."
+    )
+    sections.append(_table(("measure", "value"), measures(card)))
+    if rows := alternatives(card):
+        sections += ["## Size against quality", _table(ALTERNATIVES_HEADER, rows)]
+    if card.kv:
+        sections += [
+            "## KV cache",
+            kv_in_words(card),
+            _table(KV_HEADER, [kv_row(row) for row in card.kv]),
+        ]
+    if card.tasks:
+        rows = list(map(task_row, card.tasks))
+        sections += ["## Tasks (lm-eval)", _table(TASKS_HEADER, rows)]
+    if card.layers:
+        rows = [
+            (str(index), f"{error.stream:.2%}", f"{error.attention:.2%}", f"{error.mlp:.2%}")
+            for index, error in enumerate(card.layers)
+        ]
+        header = ("layer", "residual stream", "attention's output", "MLP's output")
+        sections += ["## Relative error by layer", _table(header, rows)]
+    sections += ["## Facts", _table(("", ""), facts(card))]
+    if found := notes(card):
+        sections += ["## Notes", "\n".join(f"- {note}" for note in found)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:" if len(header) > 2 else "---"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def facts(card: Card) -> list[Row]:

@@ -18,18 +18,18 @@ from appliance.model.executor import heads_of
 from appliance.model.layer_weights import ExpertsWeights
 from appliance.model.reader import ModelReader
 from appliance.model.source import open_model
-from appliance.quant.quality.alternatives import compared_cards, rounded_alternative
 from appliance.quant.quality.card import (
+    Alternative,
     Card,
     Cost,
     KVRow,
+    ModelFacts,
     TextFacts,
+    card_of,
 )
 from appliance.quant.quality.evaluate import EvaluationOptions, check_same_model, evaluate
+from appliance.quant.quality.facts import PeakMemory, facts_of, facts_of_run, quantizes_inputs
 from appliance.quant.quality.kv_caches import KV_FORMATS, bytes_per_token, caches_of
-from appliance.quant.quality.model_facts import facts_of, quantizes_inputs
-from appliance.quant.quality.peak_memory import PeakMemory
-from appliance.quant.quality.run_facts import facts_of_run
 from appliance.quant.quality.weight_sets import scheme_of
 from appliance.quant.text.held_out import HeldOutText
 from appliance.quant.walk.places import check_walked
@@ -37,8 +37,10 @@ from appliance.tokenizer import Tokenizer
 from appliance.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.model.source import ModelSource
-    from appliance.quant.quality.card import QuantizeFacts
+    from appliance.quant.quality.card import Comparison, QuantizeFacts
     from appliance.quant.quality.evaluate import Evaluation
     from appliance.quant.quality.kv_caches import Caches
     from appliance.quant.quality.predict import OnProgress
@@ -165,6 +167,45 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_
                 f" {theirs.token_text(token_id)!r} to {their_path.name}: their predictions cannot"
                 " be compared; give the model that it was made from as the base"
             )
+
+
+def rounded_alternative(found: Evaluation, facts: ModelFacts) -> tuple[Alternative, ...]:
+    if found.rounded is None:
+        return ()
+    summary = found.rounded.summary()
+    name = "rounding to nearest, same form"
+    return (_alternative(name, facts.bits_per_weight, summary),)
+
+
+def compared_cards(folders: Sequence[Path], windows: Windows) -> list[Alternative]:
+    found = []
+    for folder in folders:
+        card = card_of(folder)
+        if card is None or card.comparison is None:
+            raise QuantizeError(
+                f"{folder} has no card to compare with; make one with:"
+                f" appliance evaluate {folder} --against BASE"
+            )
+        if card.text.fingerprint != windows.fingerprint:
+            raise QuantizeError(
+                f"the card of {folder} was measured on another text ({card.text.source}); make it"
+                " again with the same --text and --tokens"
+            )
+        name = card.model.name
+        if card.quantize is not None:
+            name += f" ({card.quantize.method})"
+        found.append(_alternative(name, card.model.bits_per_weight, card.comparison))
+    return found
+
+
+def _alternative(name: str, bits: float, comparison: Comparison) -> Alternative:
+    return Alternative(
+        name=name,
+        bits_per_weight=bits,
+        kld_mean=comparison.kld_mean.value,
+        same_top_percent=comparison.same_top_percent.value,
+        perplexity=comparison.perplexity.value,
+    )
 
 
 def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:

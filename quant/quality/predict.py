@@ -10,9 +10,8 @@ from torch import Tensor
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.soft_cap.reference import soft_cap
-from appliance.quant.quality.measures import Divergence, Losses
+from appliance.quant.quality.measures import Divergence, Gap, Losses, Prediction
 from appliance.quant.quality.streams import BASE, CANDIDATE, ROUNDED, ModelVariant, Streams
-from appliance.quant.quality.vocabulary import Gap, Prediction
 from appliance.quant.run.evaluation_memory import PLACES, EvaluationMemory
 from appliance.quant.run.memory import MemoryUse
 

@@ -22,7 +22,7 @@ from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layers import MLP
 from appliance.quant.quality.card import LayerError
-from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
+from appliance.quant.walk.row_layers import BLOCK_SIZE, RowSteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Opens a run: its model, its plan and the text to calibrate with."""
+"""Opens a run: its model, an open method's choice, its plan and the text to calibrate with."""
 
 from __future__ import annotations
 
@@ -7,28 +7,42 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.errors import ApplianceError, MemoryPlanError
+from appliance.kernels.fp8 import BLOCK
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import StepStarted
-from appliance.quant.gguf.plan import plan_file
+from appliance.quant.formats.scheme import GROUP_SIZES, Fp8Scheme, WeightScheme
+from appliance.quant.gguf.from_checkpoint import plan_file
 from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
-from appliance.quant.run.choices import choose_open
-from appliance.quant.run.journal import Journal
 from appliance.quant.run.memory import MemoryUse, return_large_blocks
-from appliance.quant.run.memory_plan import check_mixed
+from appliance.quant.run.memory_plan import check_mixed, plan_memory
 from appliance.quant.run.options import Method, WeightFormat
 from appliance.quant.run.plan import make_plan, stored_dtype
-from appliance.quant.run.refusals import refuse_quantized, refuse_uncalibrated, refuse_unsaid
-from appliance.quant.run.run import QuantizeRun
+from appliance.quant.run.refusals import (
+    refuse_quantized,
+    refuse_uncalibrated,
+    refuse_unsaid,
+    why_not_calibrated,
+    why_not_measured,
+)
+from appliance.quant.run.run import Journal, QuantizeRun
 from appliance.quant.run.staging import StagingFolders, check_destination
+from appliance.quant.run.writing import PIECE_ELEMENTS
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows
+from appliance.quant.walk.places import is_plain
+from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from appliance.model.source import ModelSource
     from appliance.progress.quantize_events import OnEvent
     from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.run.options import QuantizeOptions
+
+USUAL_GROUP = 64
+BY_LOSS = (Method.AWQ_GPTQ, Method.GPTQ, Method.AWQ)  # docs/quantize.md has the figures
 
 
 def open_run(
@@ -78,3 +92,97 @@ def calibration_of(
     # A model that writes text takes the whole GPU: with a ceiling there it runs on the CPU.
     device = run.options.device if run.options.max_vram is None else "cpu"
     return text.rows_of(run.model_path, device=device, max_ram=run.options.max_ram)
+
+
+def choose_open(
+    source: ModelSource, options: QuantizeOptions, begun: Method | None = None
+) -> tuple[QuantizeOptions, tuple[str, ...]]:
+    """Return options that leave nothing open, and a note on each choice that is not the usual.
+
+    Args:
+        begun: method of an unfinished run, which goes on whatever memory is free now.
+    """
+    options, notes = _fitting_blocks(source, options)
+    if options.method is not Method.OPEN:
+        return options, notes
+    scheme = options.scheme
+    if isinstance(scheme, WeightScheme):
+        scheme = _readable(source, options, scheme)
+    options, reason = replace(options, scheme=scheme, open=frozenset()), ""
+    if begun is None:
+        options, reason = _least_loss(source, options)
+    else:
+        options = replace(options, method=begun)
+    if reason:
+        notes += (f"--method {options.method.value}, because {reason}",)
+    if options.card_tokens and (lacking := why_not_measured(source)):
+        options = replace(options, card_tokens=0)
+        notes += (f"no quality card: {lacking}",)
+    return options, notes
+
+
+def _fitting_blocks(
+    source: ModelSource, options: QuantizeOptions
+) -> tuple[QuantizeOptions, tuple[str, ...]]:
+    """Take FP8 by channel where blocks would be cut, which transformers and vLLM do not read."""
+    scheme = options.scheme
+    if not isinstance(scheme, Fp8Scheme) or not scheme.blockwise:
+        return options, ()
+    for slot in source.slots():
+        if slot.is_linear and any(size % BLOCK for size in slot.shape):
+            rows, columns = slot.shape
+            return replace(options, scheme=replace(scheme, blockwise=False)), (
+                f"FP8 by channel, not in blocks of {BLOCK}x{BLOCK}: they do not divide {slot.name}"
+                f" of {rows}x{columns}, and other programs read whole blocks alone",
+            )
+    return options, ()
+
+
+def _readable(source: ModelSource, options: QuantizeOptions, scheme: WeightScheme) -> WeightScheme:
+    """Choose groups and zero points so that transformers and vLLM read the result."""
+    widths = {slot.shape[1] for slot in source.slots() if slot.is_linear}
+    grouped = [width for width in widths if width % GROUP_SIZES[-1] == 0]
+    if "group_size" in options.open:
+        sizes = (size for size in GROUP_SIZES if size <= USUAL_GROUP)
+        dividing = [size for size in sizes if all(width % size == 0 for width in grouped)]
+        scheme = replace(scheme, group_size=max(dividing))
+    if "symmetric" not in options.open:
+        return scheme
+    fitted = {scheme.fit(width)[0] for width in grouped}
+    has_own_head = options.head_bits != 16 and not source.spec.tied_head
+    are_several = len(fitted) > 1 or options.mixed is not None or has_own_head
+    symmetric = are_several or source.spec.has_experts or options.format is WeightFormat.GPTQ
+    return replace(scheme, symmetric=symmetric)
+
+
+def _least_loss(source: ModelSource, options: QuantizeOptions) -> tuple[QuantizeOptions, str]:
+    """Return the options with the best method that works, and why it is not the best of all."""
+    rounded = replace(options, method=Method.RTN)
+    is_file = options.format is WeightFormat.GGUF
+    reason = why_not_calibrated(source)
+    if not reason and is_file and not all(map(is_plain, source.spec.layers)):
+        reason = "some layers are not attention and an MLP with gates"
+    if reason:
+        return rounded, f"{reason}, which methods with text do not calibrate"
+    try:
+        Tokenizer.from_path(source.path)
+    except ApplianceError as error:
+        return rounded, f"text cannot be read for the model: {error}"
+    first = None
+    for method in BY_LOSS:
+        tried = replace(options, method=method)
+        try:
+            _check_memory(source, tried)
+        except MemoryPlanError as error:
+            first = first or error
+        else:
+            return tried, "" if first is None else f"{BY_LOSS[0].value} does not fit: {first}"
+    return rounded, f"other methods do not fit: {first}"
+
+
+def _check_memory(source: ModelSource, options: QuantizeOptions) -> None:
+    text, device = options.text or CalibrationText(), torch.device(options.device)
+    rows = -(-text.num_tokens // text.row_tokens), text.row_tokens
+    plan = make_plan(source, options, stored_dtype(source, options.format))
+    threads = torch.get_num_threads()
+    plan_memory(source, plan, options, rows, MemoryUse.now(device), threads, PIECE_ELEMENTS)

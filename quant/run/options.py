@@ -1,46 +1,73 @@
-"""Options of `appliance quantize`. Imports nothing heavy."""
+"""Options of `appliance quantize`: methods, formats and schemes. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar, cast
 
 from appliance.errors import ConfigError
-from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.formats.scheme import CHANNEL, Fp8Scheme, SuperBlockScheme, WeightScheme
 
 if TYPE_CHECKING:
-    from appliance.quant.formats.scheme import LinearScheme
+    import torch
+    from torch import Tensor
+
+    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.ggml import GgmlWeight
+    from appliance.kernels.packed import PackedWeight
+    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
     from appliance.quant.text.calibration import CalibrationText
+
+    QuantizedWeight: TypeAlias = PackedWeight | Fp8Weight | GgmlWeight
 
 MAX_SHARD_BYTES = 4 << 30
 # Options that do not change a run's result.
 RUN_ONLY = frozenset(
     {"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens", "open"}
 )
-
-
 AnyChoice = TypeVar("AnyChoice", bound=Enum)
+BLOCK = "block"  # a group size of FP8
+GGUF_BITS = (4, 6, 8)
 
 
-def _named(choices: type[AnyChoice], what: str, name: str) -> AnyChoice:
-    try:
-        return choices(name)
-    except ValueError as error:
-        known = ", ".join(choice.value for choice in choices)
-        raise ConfigError(f"{what} {name!r} is not known; supported: {known}") from error
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """Traits of a method.
+
+    Attributes:
+        file: of `quant/methods`, whose `quantize_linear` chooses codes.
+        needs_text: it chooses by the inputs of calibration text.
+        scales_inputs: it scales inputs first (AWQ).
+        makes_up: later columns correct rounding errors of earlier ones (GPTQ).
+    """
+
+    file: str = ""
+    needs_text: bool = False
+    scales_inputs: bool = False
+    makes_up: bool = False
 
 
 class Method(Enum):
     """Method that chooses a weight's codes; the open one becomes another with the model."""
 
     OPEN = "open"
-    RTN = "rtn"
-    AWQ = "awq"
-    GPTQ = "gptq"
-    AWQ_GPTQ = "awq+gptq"
-    FP8 = "fp8"
-    INT8 = "int8"
+    RTN = "rtn", _Traits("data_free")
+    AWQ = "awq", _Traits("awq", needs_text=True, scales_inputs=True)
+    GPTQ = "gptq", _Traits("gptq", needs_text=True, makes_up=True)
+    AWQ_GPTQ = "awq+gptq", _Traits("gptq", needs_text=True, scales_inputs=True, makes_up=True)
+    FP8 = "fp8", _Traits("data_free")
+    INT8 = "int8", _Traits("data_free")
+
+    def __new__(cls, name: str, traits: _Traits = _Traits()) -> Self:
+        method = object.__new__(cls)
+        method._value_ = name
+        method._traits = traits
+        return method
+
+    _traits: _Traits
 
     @classmethod
     def parse(cls, name: str) -> Method:
@@ -53,17 +80,53 @@ class Method(Enum):
 
     @property
     def needs_text(self) -> bool:
-        return self.scales_inputs or self.makes_up
+        return self._traits.needs_text
 
     @property
     def scales_inputs(self) -> bool:
-        """True if the method scales inputs first (AWQ)."""
-        return self in (Method.AWQ, Method.AWQ_GPTQ)
+        return self._traits.scales_inputs
 
     @property
     def makes_up(self) -> bool:
-        """True if later columns correct rounding errors of earlier ones (GPTQ)."""
-        return self in (Method.GPTQ, Method.AWQ_GPTQ)
+        return self._traits.makes_up
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The function that chooses codes.
+
+        Raises:
+            NotImplementedError: the method is only named here.
+        """
+        name = f"appliance.quant.methods.{self._traits.file}"
+        if self._traits.file and find_spec(name) is not None:
+            found = getattr(import_module(name), "quantize_linear", None)
+            if found is not None:
+                return cast("Quantizer", found)
+        raise NotImplementedError(f"--method {self.value} is named, but nothing quantizes by it")
+
+
+class Quantizer(Protocol):
+    """Chooses a linear weight's codes: `quantize_linear` in a method's file."""
+
+    def __call__(
+        self, weight: Tensor, hessian: Tensor | None, scheme: LinearScheme, dtype: torch.dtype
+    ) -> QuantizedWeight:
+        """Quantize a weight (out_features, in_features), finite.
+
+        Args:
+            hessian: (in_features, in_features) float32, mean of x x^T over calibration tokens;
+                None if the method needs no text, or if no text reached the weight.
+            dtype: of stored scales.
+        """
+        ...
+
+
+def _named(choices: type[AnyChoice], what: str, name: str) -> AnyChoice:
+    try:
+        return choices(name)
+    except ValueError as error:
+        known = ", ".join(choice.value for choice in choices)
+        raise ConfigError(f"{what} {name!r} is not known; supported: {known}") from error
 
 
 class WeightFormat(Enum):
@@ -178,3 +241,140 @@ def choose_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device; use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Method and scheme that a command asks for.
+
+    Attributes:
+        open: parts of the scheme that are chosen with an open method; see `QuantizeOptions`.
+    """
+
+    method: Method
+    scheme: LinearScheme
+    open: frozenset[str] = frozenset()
+
+
+def read_asked(
+    method: Method | None,
+    bits: int | None,
+    group_size: str | None,
+    *,
+    symmetric: bool | None,
+    format: WeightFormat = WeightFormat.COMPRESSED_TENSORS,
+) -> Asked:
+    """Read a command's words; None takes the default, which a method of its own decides.
+
+    Without a method 8 bits are INT8, whose loss is small without text. Other bits leave the method
+    open, and have zero points until the model is known.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if method is None and bits == 8:
+        method = Method.INT8
+    if method is not None:
+        usual = symmetric is not False
+        return Asked(
+            method, choose_scheme(method, bits, group_size, symmetric=usual, format=format)
+        )
+    method = Method.OPEN
+    given = {"symmetric": symmetric, "group_size": group_size}
+    if symmetric is None:
+        symmetric = format is WeightFormat.GGUF and bits == 6
+    scheme = choose_scheme(method, bits, group_size, symmetric=symmetric, format=format)
+    return Asked(method, scheme, frozenset(name for name, value in given.items() if value is None))
+
+
+def choose_scheme(
+    method: Method,
+    bits: int | None,
+    group_size: str | None,
+    *,
+    symmetric: bool,
+    format: WeightFormat = WeightFormat.COMPRESSED_TENSORS,
+) -> LinearScheme:
+    """Choose a scheme; None takes the method's default.
+
+    Args:
+        method: FP8 and INT8 have 8 bits, and one scale per output unless a group size is given.
+        bits: 3, 4 or 8; 4 by default. For GGUF 4, 6 or 8.
+        group_size: 32, 64, 128 or channel; for FP8, channel or block; 64 by default. A type of
+            GGUF has its own.
+        symmetric: no zero points; in GGUF, 4 bits with minima are Q4_K.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if method in (Method.FP8, Method.INT8) and bits not in (None, 8):
+        raise ConfigError(f"--method {method.value} has 8 bits; leave --bits {bits} out")
+    if format is WeightFormat.GGUF:
+        return _gguf_scheme(method, bits, group_size, symmetric=symmetric)
+    if method is Method.FP8:
+        word = (group_size or CHANNEL).strip().lower()
+        if word not in (CHANNEL, BLOCK):
+            raise ConfigError(
+                f"group size {word!r} is not one of FP8: {CHANNEL}, or {BLOCK} for 128x128 weights"
+            )
+        if not symmetric:
+            raise ConfigError("FP8 has no zero points; leave --no-symmetric out")
+        return Fp8Scheme(blockwise=word == BLOCK)
+    if method is Method.INT8:
+        return WeightScheme.parse(bits=8, group_size=group_size or CHANNEL, symmetric=symmetric)
+    return WeightScheme.parse(
+        bits=4 if bits is None else bits, group_size=group_size or "64", symmetric=symmetric
+    )
+
+
+def _gguf_scheme(
+    method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
+) -> GroupedScheme:
+    if method is Method.FP8:
+        raise ConfigError("--method fp8 makes no codes of a GGUF type; use --method int8")
+    if group_size is not None:
+        raise ConfigError(
+            f"--format gguf has groups of its own; leave --group-size {group_size} out"
+        )
+    chosen = 8 if method is Method.INT8 else 4 if bits is None else bits
+    if chosen not in GGUF_BITS:
+        raise ConfigError(f"--format gguf has 4, 6 or 8 bits; --bits {chosen} is none of them")
+    if chosen != 4 and not symmetric:
+        raise ConfigError("only 4 bits have minima in --format gguf; leave --no-symmetric out")
+    return gguf_scheme(chosen, symmetric=symmetric)
+
+
+def gguf_scheme(bits: int, *, symmetric: bool) -> GroupedScheme:
+    """Return the scheme of a GGUF type: Q4_0, or Q4_K with minima, Q6_K or Q8_0.
+
+    Args:
+        bits: one of `GGUF_BITS`.
+        symmetric: of 4 bits, without minima.
+    """
+    if bits == 8:
+        return WeightScheme(8, 32)
+    if bits == 6:
+        return SuperBlockScheme("Q6_K")
+    return WeightScheme(4, 32) if symmetric else SuperBlockScheme("Q4_K")
+
+
+def end_scheme(bits: int, layers: LinearScheme, format: WeightFormat) -> GroupedScheme | None:
+    """Return the scheme of an embedding or head of 4 or 8 bits, or 6 in GGUF; None for 16.
+
+    Group size and symmetry are those of the layers, if they have any.
+
+    Raises:
+        ConfigError: the bits are not supported.
+    """
+    if bits == 16:
+        return None
+    if format is WeightFormat.GGUF and bits in GGUF_BITS:
+        assert not isinstance(layers, Fp8Scheme), "no type of GGUF"
+        return gguf_scheme(bits, symmetric=bits != 4 or layers.symmetric)
+    if bits not in (4, 8):
+        raise ConfigError(
+            f"a head of {bits} bits is not supported; use 4, 8 or 16, or 6 with --format gguf"
+        )
+    if isinstance(layers, WeightScheme):
+        return replace(layers, bits=bits)
+    return WeightScheme(bits)

@@ -25,19 +25,18 @@ from appliance.progress.quantize_events import (
 )
 from appliance.quant.engines import quantize_by_engine
 from appliance.quant.gguf.file_writer import GGUFFileWriter
-from appliance.quant.kv.even_keys import with_even_keys
-from appliance.quant.kv.files import (
+from appliance.quant.kv.calibrate import (
     kept_kv_plan,
     kv_scale_layouts,
     with_kv_scheme,
     write_kv_plan,
     write_kv_scales,
 )
-from appliance.quant.methods.precisions import kept_schemes, mixed_schemes
+from appliance.quant.kv.even_keys import with_even_keys
+from appliance.quant.methods.mixed import kept_schemes, mixed_schemes
 from appliance.quant.run.adapter_factors import write_adapter_factors
 from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.run.fingerprint import fingerprint_of
-from appliance.quant.run.journal import Journal
 from appliance.quant.run.opening import (
     calibration_of,
     check_mixed_memory,
@@ -47,7 +46,7 @@ from appliance.quant.run.opening import (
 from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions, WeightFormat
 from appliance.quant.run.progress import LAYER, EventLog, UnitLog
 from appliance.quant.run.refusals import check_space
-from appliance.quant.run.run import QuantizeRun, report_of
+from appliance.quant.run.run import Journal, QuantizeRun, report_of
 from appliance.quant.run.shard_writer import PlacedTensors, ShardWriter
 from appliance.quant.run.staging import StagingFolders, locked, model_of
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.progress.quantize_events import OnEvent, RunPlanned
-    from appliance.quant.run.report import QuantizeReport
+    from appliance.quant.run.run import QuantizeReport
     from appliance.quant.run.writing import WorkUnit
 
 STREAM = "stream"  # in the state folder

@@ -14,11 +14,9 @@ from appliance.model.tensors import Role
 from appliance.model_files.gguf_names import parts_of
 from appliance.quant.formats.ggml_blocks import GGUFStore
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
-from appliance.quant.formats.store import CompressedTensorsStore
-from appliance.quant.formats.word_writer import awq_writer, gptq_writer
+from appliance.quant.formats.store import CompressedTensorsStore, awq_writer, gptq_writer
 from appliance.quant.quality.readers import forms_of
-from appliance.quant.run.options import WeightFormat
-from appliance.quant.run.schemes import end_scheme
+from appliance.quant.run.options import WeightFormat, end_scheme
 from appliance.quant.run.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
-    from appliance.quant.formats.store import WeightStore
-    from appliance.quant.formats.word_writer import Weights
+    from appliance.quant.formats.store import Weights, WeightStore
     from appliance.quant.run.options import QuantizeOptions
 
 _WEIGHT = ".weight"

@@ -12,15 +12,15 @@ from appliance.progress.quantize_events import (
     encode_event,
     ignore_event,
 )
-from appliance.quant.run.journal import Record
 from appliance.quant.run.memory import MemoryUse
+from appliance.quant.run.run import Record
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     import torch
 
     from appliance.progress.quantize_events import OnEvent
-    from appliance.quant.run.journal import Journal
+    from appliance.quant.run.run import Journal
 
 EVENTS_NAME = "events.jsonl"
 LAYER = "layer "  # prefix of the names of units that are layers

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
-    from appliance.quant.methods.quantized_layer import QuantizedLayer
+    from appliance.quant.methods.calibrated import QuantizedLayer
     from appliance.quant.run.options import Method
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.run.progress import UnitLog

@@ -7,11 +7,15 @@ free licence in every installation. Every second topic is reserved for evaluatio
 from __future__ import annotations
 
 import hashlib
+import json
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -25,7 +29,7 @@ from appliance.quant.text.documents import (
     documents_of_dataset,
     sample,
 )
-from appliance.quant.text.self_text import WrittenRows, sample_rows
+from appliance.runtime import child_environment
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
     from appliance.quant.text.documents import Document, Message
 
+PROGRAM = "appliance.quant.text.row_writer"
 MOST_DOCUMENTS = 2048  # documents to read, unless more rows are needed
 ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
@@ -42,29 +47,6 @@ DEFAULT_TEXT = "Python's help topics"
 # divergences of 0.155 by AWQ and 0.143 by GPTQ at 4 bits, asymmetric; with this share, 0.157 and
 # 0.140.
 OWN_SHARE = 0.75
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Rows that calibrate a model.
-
-    Attributes:
-        rows: (num_rows, row_tokens) int64.
-        fingerprint: changes with every token.
-        dropped: number of documents that were too short.
-        peak_ram: peak bytes of memory while a model wrote rows; 0 if none did.
-    """
-
-    rows: Tensor
-    source: str
-    fingerprint: str
-    dropped: int
-    peak_ram: int = 0
-
-    def __str__(self) -> str:
-        count, length = self.rows.shape
-        short = f", {self.dropped} documents too short" if self.dropped else ""
-        return f"calibrated with {count} rows of {length} tokens of {self.source}{short}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +109,129 @@ class CalibrationText:
             row_tokens=self.row_tokens,
             seed=self.seed,
         )
+
+
+def make_calibration(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    num_tokens: int,
+    row_tokens: int,
+    seed: int,
+) -> Calibration:
+    """Cut documents into rows; each row lies in one document.
+
+    Args:
+        documents: title and text of each. A model with a chat template sees each as an answer to a
+            question about its title, as in its training data. Of very many, a sample is taken.
+        num_tokens: of all rows, rounded up to whole rows.
+        seed: decides the rows and their order.
+
+    Raises:
+        QuantizeError: the text is too short for that many tokens.
+    """
+    rows: list[list[int]] = []
+    dropped = 0
+    wanted = -(-num_tokens // row_tokens)
+    for title, content in sample(documents, max(MOST_DOCUMENTS, 8 * wanted), seed):
+        token_ids = _encode(tokenizer, title, content)
+        count = len(token_ids) // row_tokens
+        dropped += count == 0
+        rows += [token_ids[i * row_tokens : (i + 1) * row_tokens] for i in range(count)]
+    if len(rows) < wanted:
+        raise QuantizeError(
+            f"{source} makes {len(rows):,} rows of {row_tokens} tokens, but {wanted:,} are needed;"
+            " give more text, shorter rows or fewer tokens"
+        )
+    random.Random(seed).shuffle(rows)
+    chosen = torch.tensor(rows[:wanted])
+    return Calibration(chosen, source, fingerprint(chosen), dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows that a model wrote.
+
+    Attributes:
+        peak_ram: peak bytes of both processes together.
+    """
+
+    rows: list[list[int]]
+    peak_ram: int
+
+
+def sample_rows(
+    model_path: Path,
+    count: int,
+    row_tokens: int,
+    seed: int,
+    *,
+    device: str = "cpu",
+    max_ram: int | None = None,
+) -> WrittenRows:
+    """Let a model write rows of tokens, each from a random first word.
+
+    The same seed gives the same rows on one machine.
+
+    Args:
+        model_path: a .gguf file or a model folder; the whole model must fit into memory.
+        seed: of first words and sampling.
+        max_ram: limit in bytes for both processes; None takes what is free.
+
+    Raises:
+        QuantizeError: the model cannot run here; the message says why.
+    """
+    own = psutil.Process().memory_info().rss
+    left = 0 if max_ram is None else max(1, max_ram - own)
+    numbers = [str(number) for number in (count, row_tokens, seed, left)]
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", PROGRAM, str(model_path.resolve()), device, *numbers],
+        stdin=subprocess.PIPE,  # closes when this process ends
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=child_environment(),
+        text=True,
+    )
+    with child:
+        try:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            output, errors = child.stdout.read(), child.stderr.read()
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        reason = (errors.strip().splitlines() or ["it was killed"])[-1]
+        raise QuantizeError(
+            f"the model cannot write its own calibration text: {reason}; give a text with"
+            " --calibration"
+        )
+    written = json.loads(output.splitlines()[-1])
+    return WrittenRows(written["rows"], own + written["peak_ram"])
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Rows that calibrate a model.
+
+    Attributes:
+        rows: (num_rows, row_tokens) int64.
+        fingerprint: changes with every token.
+        dropped: number of documents that were too short.
+        peak_ram: peak bytes of memory while a model wrote rows; 0 if none did.
+    """
+
+    rows: Tensor
+    source: str
+    fingerprint: str
+    dropped: int
+    peak_ram: int = 0
+
+    def __str__(self) -> str:
+        count, length = self.rows.shape
+        short = f", {self.dropped} documents too short" if self.dropped else ""
+        return f"calibrated with {count} rows of {length} tokens of {self.source}{short}"
 
 
 def default_rows(
@@ -207,44 +312,6 @@ def load_rows(folder: Path) -> Calibration:
             f"{path}, the calibration rows of an unfinished run, cannot be read: {error};"
             " add --restart to begin anew"
         ) from error
-
-
-def make_calibration(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    *,
-    source: str,
-    num_tokens: int,
-    row_tokens: int,
-    seed: int,
-) -> Calibration:
-    """Cut documents into rows; each row lies in one document.
-
-    Args:
-        documents: title and text of each. A model with a chat template sees each as an answer to a
-            question about its title, as in its training data. Of very many, a sample is taken.
-        num_tokens: of all rows, rounded up to whole rows.
-        seed: decides the rows and their order.
-
-    Raises:
-        QuantizeError: the text is too short for that many tokens.
-    """
-    rows: list[list[int]] = []
-    dropped = 0
-    wanted = -(-num_tokens // row_tokens)
-    for title, content in sample(documents, max(MOST_DOCUMENTS, 8 * wanted), seed):
-        token_ids = _encode(tokenizer, title, content)
-        count = len(token_ids) // row_tokens
-        dropped += count == 0
-        rows += [token_ids[i * row_tokens : (i + 1) * row_tokens] for i in range(count)]
-    if len(rows) < wanted:
-        raise QuantizeError(
-            f"{source} makes {len(rows):,} rows of {row_tokens} tokens, but {wanted:,} are needed;"
-            " give more text, shorter rows or fewer tokens"
-        )
-    random.Random(seed).shuffle(rows)
-    chosen = torch.tensor(rows[:wanted])
-    return Calibration(chosen, source, fingerprint(chosen), dropped)
 
 
 def _encode(tokenizer: Tokenizer, title: str, content: str | list[Message]) -> list[int]:

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.state_spans import StateSpans
+from appliance.kernels.weight import some_rows
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
+from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.spec import ExpertsSpec
+from appliance.model.step import Step
 from appliance.quant.walk.block import TransformerBlock
-from appliance.quant.walk.overlay import OverlaidWeights
-from appliance.quant.walk.pieces import FloatReader
-from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
+from appliance.quant.walk.pieces import FloatReader, ReadsRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,9 +27,13 @@ if TYPE_CHECKING:
 
     from appliance.kernels.operations import Backend, RoutedMLPs
     from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weight import Weight
     from appliance.model.layers import MLP, MixerCache
     from appliance.model.source import ModelSource
-    from appliance.model.step import Step
+    from appliance.model.spec import DecoderSpec
+    from appliance.quant.formats import WeightReader
+
+BLOCK_SIZE = 32  # supported by every backend and every KV format
 
 
 class RowLayers:
@@ -94,3 +102,100 @@ class RowLayers:
             device=self._device,
         )
         return self._steps.step(count), cache
+
+
+class OverlaidWeights:
+    """A `WeightReader` that replaces some weights, by name."""
+
+    def __init__(self, weights: WeightReader, others: Mapping[str, PackedWeight]) -> None:
+        self._weights = weights
+        self._others = others
+
+    def tensor_names(self) -> list[str]:
+        return self._weights.tensor_names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def packed_bits(self, name: str) -> int | None:
+        other = self._others.get(name)
+        return self._weights.packed_bits(name) if other is None else other.bits
+
+    def float_bits(self, name: str) -> int | None:
+        return None if name in self._others else self._weights.float_bits(name)
+
+    def notes(self) -> tuple[str, ...]:
+        return self._weights.notes()
+
+    def load(self, name: str) -> Weight:
+        return self._others[name] if name in self._others else self._weights.load(name)
+
+    def load_rows(self, name: str, start: int, stop: int) -> Weight:
+        if name in self._others:
+            return self._others[name].rows(slice(start, stop))
+        if isinstance(self._weights, ReadsRows):
+            return self._weights.load_rows(name, start, stop)
+        return some_rows(self._weights.load(name), slice(start, stop), torch.float32)
+
+
+class RowSteps:
+    """Builds steps of rows of one length, from their first token on.
+
+    Attributes:
+        row_blocks: cache blocks per row; a step's blocks begin with block 0.
+
+    Raises:
+        UnsupportedModelError: a layer needs more than the stream and its own cache.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, row_tokens: int, backend: Backend, device: torch.device
+    ) -> None:
+        if not spec.goes_layer_by_layer:
+            raise UnsupportedModelError(
+                f"a model like {spec.architecture} with embeddings of each layer or of positions, "
+                "or with layers that read the keys and values of others, is not measured layer by "
+                "layer"
+            )
+        self.row_blocks = -(-row_tokens // BLOCK_SIZE)
+        self._row_tokens = row_tokens
+        self._is_recurrent = spec.state_bytes > 0
+        self._backend = backend
+        self._device = device
+        self._chunks = spec.chunks
+        self._ropes = tuple(Rope.of(kind, row_tokens, device) for kind in distinct_ropes(spec))
+        self._steps: dict[tuple[int, bool], Step] = {}
+
+    def step(self, count: int, *, is_sealed: bool = False) -> Step:
+        """Return a step of `count` rows; in a sealed cache each row has an open block."""
+        key = count, is_sealed
+        if key not in self._steps:
+            self._steps[key] = self._make(count, is_sealed=is_sealed)
+        return self._steps[key]
+
+    def _make(self, count: int, *, is_sealed: bool) -> Step:
+        length, width = self._row_tokens, self.row_blocks
+        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
+        batch = RaggedBatch.of(
+            [length] * count,
+            [length] * count,
+            tables,
+            block_size=BLOCK_SIZE,
+            device=self._device,
+            open_blocks=tables if is_sealed else None,
+            state_slots=range(count) if self._is_recurrent else None,
+        )
+        positions = torch.arange(length, device=self._device).repeat(count)
+        return Step(
+            batch=batch,
+            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
+            chunked_work={
+                chunk: self._backend.plan_attention(
+                    batch.within_chunks(chunk, BLOCK_SIZE), BLOCK_SIZE
+                )
+                for chunk in self._chunks
+            },
+            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
+            query_scales=tuple(rope.query_scale(positions) for rope in self._ropes),
+            spans=StateSpans.of(batch) if self._is_recurrent else None,
+        )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from appliance.model.layers import MLP
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
-    from appliance.quant.kv.attention_watch import AttentionWatch
+    from appliance.quant.kv.attention import AttentionWatch
     from appliance.quant.walk.block import Moments, ObservedLinear, TransformerBlock
     from appliance.quant.walk.routed_rows import RowsElsewhere
 

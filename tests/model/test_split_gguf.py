@@ -21,12 +21,11 @@ from appliance.hub.resolve import resolve_model
 from appliance.kernels.backend import REFERENCE
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.quant.gguf.settings import FileSettings
+from appliance.quant.gguf.tensors import FileSettings
 from appliance.quant.quality.card import weights_fingerprint
-from appliance.quant.quality.stored_size import stored_size
-from appliance.quant.run.options import QuantizeOptions, WeightFormat
+from appliance.quant.quality.facts import stored_size
+from appliance.quant.run.options import QuantizeOptions, WeightFormat, gguf_scheme
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import gguf_scheme
 
 TYPES = ["Q4_0", "Q6_K", "Q8_0", "F16"]
 

@@ -17,8 +17,8 @@ from appliance.model.source import ModelSource, open_model
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats.kv_plan import FILE, SCALE_NAMES
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.formats.word_writer import Weights, awq_writer, gptq_writer
-from appliance.quant.quality.run_facts import facts_of_run, keep_facts
+from appliance.quant.formats.store import Weights, awq_writer, gptq_writer
+from appliance.quant.quality.facts import facts_of_run, keep_facts
 from appliance.quant.repack import repack_model
 from appliance.quant.run.options import QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model

@@ -29,8 +29,7 @@ from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.quant.quality.measures import Divergence
-from appliance.quant.quality.vocabulary import Gap, Prediction
+from appliance.quant.quality.measures import Divergence, Gap, Prediction
 from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer
 from bench.lib.closeness import figures_of

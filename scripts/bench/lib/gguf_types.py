@@ -13,8 +13,7 @@ from gguf.quants import dequantize
 
 from appliance.model.source import open_model
 from appliance.model.tensors import Role
-from appliance.quant.gguf.settings import FileSettings
-from appliance.quant.gguf.tensors import file_tensors
+from appliance.quant.gguf.tensors import FileSettings, file_tensors
 from bench.lib.llama_functions import library, quantize
 
 if TYPE_CHECKING:

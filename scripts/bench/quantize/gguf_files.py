@@ -25,9 +25,8 @@ from appliance.gguf import read_header
 from appliance.hub import resolve_model
 from appliance.model.source import open_model
 from appliance.quant.quality.evaluate import evaluate
-from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, gguf_scheme
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import gguf_scheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer

@@ -23,12 +23,17 @@ from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.gguf.settings import FileSettings
+from appliance.quant.gguf.tensors import FileSettings
 from appliance.quant.methods import data_free, rtn
-from appliance.quant.quality.run_facts import facts_of_run, keep_facts
-from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
+from appliance.quant.quality.facts import facts_of_run, keep_facts
+from appliance.quant.run.options import (
+    Method,
+    QuantizeOptions,
+    WeightFormat,
+    choose_scheme,
+    gguf_scheme,
+)
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import choose_scheme, gguf_scheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.tokenizer import Tokenizer
 

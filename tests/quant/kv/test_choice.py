@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from appliance.kernels.kv_format import KVFormat
-from appliance.quant.kv.choice import CHOICES, choose_formats, mean_bits
+from appliance.quant.kv.calibrate import CHOICES, choose_formats, mean_bits
 from appliance.quant.kv.measure import MEASURED, MeasuredLayer, bits_per_element
 
 

@@ -6,8 +6,7 @@ import torch
 
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.spec import AttentionSpec, RopeSpec
-from appliance.quant.kv.attention import EVERY, attend_with
-from appliance.quant.kv.scales import largest_scales, search_scales
+from appliance.quant.kv.attention import EVERY, attend_with, largest_scales, search_scales
 
 HEADS, DIM, TOKENS = 2, 32, 64
 SPEC = AttentionSpec(

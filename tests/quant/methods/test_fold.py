@@ -10,7 +10,7 @@ from model_families import FAMILIES, write_family
 
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.methods import fold
+from appliance.quant.methods import awq
 from appliance.quant.methods.sensitivity import Variants
 
 SCHEME = WeightScheme(4, 32, symmetric=False)
@@ -26,7 +26,7 @@ def test_a_layer_computes_the_same_with_scaled_inputs(family: str, tmp_path: Pat
         moments = variants.observe(block)
         before = [linear.weight.clone() for linear in block.linears()]
         expected = variants.branch(block)
-        chosen = fold.scale_inputs(block, moments, [SCHEME] * 4, torch.bfloat16, layer.norm.offset)
+        chosen = awq.scale_inputs(block, moments, [SCHEME] * 4, torch.bfloat16, layer.norm.offset)
         assert any(scales.exponent > 0 for scales in chosen)
         changed = [
             not torch.equal(old, linear.weight)

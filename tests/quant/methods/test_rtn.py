@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -155,3 +156,22 @@ def test_bfloat16_weights_are_taken_as_they_are() -> None:
 def test_a_method_that_is_only_named_does_not_round() -> None:
     with pytest.raises(NotImplementedError, match="--method open is named, but nothing quantizes"):
         data_free.quantize(heavy_tailed(0), SCHEMES[0], Method.OPEN, torch.bfloat16)
+
+
+def test_a_method_whose_file_is_missing_does_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Method.RTN, "_traits", replace(Method.RTN._traits, file="nowhere"))
+    with pytest.raises(NotImplementedError, match="--method rtn is named, but nothing quantizes"):
+        data_free.quantize(heavy_tailed(0), SCHEMES[0], Method.RTN, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [method for method in Method if method is not Method.OPEN],
+    ids=lambda method: method.value,
+)
+def test_every_method_of_the_list_quantizes(method: Method) -> None:
+    weight = heavy_tailed(0)
+    hessian = torch.eye(weight.shape[1]) if method.needs_text else None
+    packed = method.quantizer(weight, hessian, SCHEMES[0], torch.bfloat16)
+    assert packed.shape == tuple(weight.shape)
+    assert float((packed.dequantize() - weight).abs().max()) < 0.3

@@ -77,11 +77,11 @@ def test_gptq_rounds_to_the_grid_that_is_stored(scheme: SuperBlockScheme) -> Non
     result = gptq.quantize(values, hessian, scheme)
     grid = choose_super_blocks(values, scheme, importance=hessian.diagonal(), shares=SHRUNK)
     rounded = grid.weights(grid.codes(values))
-    assert result.loss < 0.8 * gptq.output_loss(values, rounded, hessian)
+    loss = gptq.output_loss(values, result.weight.dequantize(), hessian)
+    assert loss < 0.8 * gptq.output_loss(values, rounded, hessian)
     stored = grid.pack(grid.codes(values)).decode()
     kept = result.weight.decode()  # type: ignore[union-attr]
     assert torch.equal(stored.scale, kept.scale)
-    assert result.loss == gptq.output_loss(values, result.weight.dequantize(), hessian)
 
 
 @pytest.mark.parametrize(

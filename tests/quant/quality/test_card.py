@@ -23,7 +23,7 @@ from appliance.quant.quality.card import (
     weights_fingerprint,
 )
 from appliance.quant.quality.card_html import to_html
-from appliance.quant.quality.card_markdown import to_markdown
+from appliance.quant.quality.card_rows import to_markdown
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 

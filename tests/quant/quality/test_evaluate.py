@@ -21,8 +21,7 @@ from appliance.model.layers import DecoderLayer
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
-from appliance.quant.kv.calibrate import calibrate_kv
-from appliance.quant.kv.files import write_kv_plan
+from appliance.quant.kv.calibrate import calibrate_kv, write_kv_plan
 from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import (
     KV_FORMATS,

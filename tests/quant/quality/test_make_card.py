@@ -24,9 +24,9 @@ from appliance.kernels.kv_format import KVFormat
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.quality.card import card_of, card_path
 from appliance.quant.quality.card_files import write_card
+from appliance.quant.quality.facts import keep_facts
 from appliance.quant.quality.make_card import CardOptions, make_card
 from appliance.quant.quality.min_quality import parse_min_quality
-from appliance.quant.quality.run_facts import keep_facts
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.quant.quality.card import Comparison
-from appliance.quant.quality.measures import Divergence, Losses
-from appliance.quant.quality.vocabulary import Gap, Prediction
+from appliance.quant.quality.measures import Divergence, Gap, Losses, Prediction
 
 PLACES, VOCABULARY = 40, 23
 PIECES = [(0, 7), (7, 8), (8, 19), (19, 23)]

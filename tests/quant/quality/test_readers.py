@@ -23,9 +23,8 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.quality.readers import Form, forms_of, readers_of
-from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.options import Method, QuantizeOptions, read_asked
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import read_asked
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of theirs is no refusal
 TOKENS = [5, 6, 7, 8, 90, 33, 2, 1]

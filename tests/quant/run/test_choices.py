@@ -16,11 +16,10 @@ from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
 from appliance.quant.formats.scheme import SuperBlockScheme, WeightScheme
-from appliance.quant.run import choices
-from appliance.quant.run.choices import choose_open
-from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
+from appliance.quant.run import opening
+from appliance.quant.run.opening import choose_open
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, read_asked
 from appliance.quant.run.pipeline import dry_run, quantize_model
-from appliance.quant.run.schemes import read_asked
 from appliance.quant.text.calibration import CalibrationText
 
 MakeFolder = Callable[..., Path]
@@ -106,13 +105,13 @@ def test_a_model_without_a_tokenizer_is_rounded(make_llama: MakeFolder) -> None:
 def test_the_method_is_the_best_that_fits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_model(model)
     for too_much, expected in ((1, Method.GPTQ), (2, Method.AWQ), (3, Method.RTN)):
-        refused = choices.BY_LOSS[:too_much]
+        refused = opening.BY_LOSS[:too_much]
 
         def plan(*given: Any, refused: tuple[Method, ...] = refused) -> None:
             if given[2].method in refused:
                 raise MemoryPlanError("7 MiB are needed")
 
-        monkeypatch.setattr(choices, "plan_memory", plan)
+        monkeypatch.setattr(opening, "plan_memory", plan)
         found, (note,) = choose_open(source, left_open())
         assert found.method is expected
         assert "7 MiB are needed" in note
@@ -139,5 +138,5 @@ def test_an_unfinished_run_goes_on_with_less_memory(
     def refuse(*_: Any) -> None:
         raise MemoryPlanError("7 MiB are needed")
 
-    monkeypatch.setattr(choices, "plan_memory", refuse)
+    monkeypatch.setattr(opening, "plan_memory", refuse)
     assert quantize_model(model, tmp_path / "out", asked).method == BEST.value

@@ -19,9 +19,8 @@ from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations
 from appliance.model.source import open_model
 from appliance.quant.quality.make_card import make_card
-from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.options import Method, QuantizeOptions, choose_scheme
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import choose_scheme
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,9 +16,8 @@ from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.methods import fp8, rtn
-from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.options import Method, QuantizeOptions, choose_scheme
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import choose_scheme
 
 MakeFolder = Callable[..., Path]
 ODD = {"intermediate_size": 200}

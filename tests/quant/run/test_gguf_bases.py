@@ -16,9 +16,8 @@ from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import rtn
-from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, gguf_scheme
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.schemes import gguf_scheme
 from appliance.quant.text.calibration import CalibrationText
 
 TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")

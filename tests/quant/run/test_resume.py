@@ -26,9 +26,9 @@ from appliance.progress.quantize_events import (
     decode_event,
 )
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.run.journal import Journal
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model, what_is_kept
+from appliance.quant.run.run import Journal
 from appliance.quant.run.staging import StagingFolders
 from appliance.quant.run.writing import UnitWriter
 from appliance.quant.text.calibration import CalibrationText

@@ -15,7 +15,7 @@ from appliance.kernels.backend import REFERENCE
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.methods import fold
+from appliance.quant.methods import awq
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import Calibration, CalibrationText
@@ -85,7 +85,7 @@ def test_scales_are_folded_without_a_trace(model: Path, text: Path, tmp_path: Pa
     block = walk.block(0)
     before = [walk._run(block, rows) for rows in walk._portions()]
     seen = walk.observe(block, list(block.linears()))
-    chosen = fold.scale_inputs(block, seen, [SCHEME] * 4, torch.bfloat16, 0.0)
+    chosen = awq.scale_inputs(block, seen, [SCHEME] * 4, torch.bfloat16, 0.0)
     assert any(scales.exponent > 0 for scales in chosen)
     after = [walk._run(block, rows) for rows in walk._portions()]
     for one, other in zip(before, after, strict=True):

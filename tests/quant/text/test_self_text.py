@@ -15,9 +15,8 @@ from waiting import LIMIT
 
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration
-from appliance.quant.text.calibration import CalibrationText
+from appliance.quant.text.calibration import CalibrationText, WrittenRows, sample_rows
 from appliance.quant.text.row_writer import MIB, _sample, first_words
-from appliance.quant.text.self_text import WrittenRows, sample_rows
 from appliance.tokenizer import Tokenizer
 
 WATCHED = """
