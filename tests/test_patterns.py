@@ -25,6 +25,10 @@ ROOMS = ("appliance", "kernels", "quant", "tui")
 FLAGS = {name: int(getattr(re, name)) for name in re.RegexFlag.__members__}
 METHODS = ("search", "match", "fullmatch", "split", "findall", "finditer", "sub", "subn")
 COMPILERS = {*METHODS, "compile"}
+# Of a file that uses or imports one; no other is parsed. `split` is of strings mostly.
+USES = re.compile(
+    r"\b(re|regex|fnmatch)\b|\.(search|match|fullmatch|findall|finditer|subn?)\b|[A-Z]\.split\b"
+)
 # Characters, and seconds of the processor for them: 2**n is found by the first ones, before it
 # would take for ever, and of the last ones n**2 takes two seconds or more.
 SHORT = ((16, 0.01), (24, 0.02), (512, 0.1))
@@ -64,11 +68,14 @@ class Expression(NamedTuple):
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the files that may use an expression, and what they are."""
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             inside = path.relative_to(ROOT / room).parts
             if not any((ROOT / room / part).is_symlink() for part in inside):
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+                text = path.read_text()
+                if USES.search(text):
+                    yield str(path.relative_to(ROOT)), ast.parse(text)
 
 
 def imported(node: ast.AST) -> list[str]:
