@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,7 @@ from appliance.errors import ConfigError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
 from appliance.runtime import free_host_bytes
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,13 @@ class Precision:
     kv_format: KVFormat  # of most layers; used in messages
     block_size: int
     kv_layers: tuple[LayerPrecision, ...]  # of each layer with a cache of its own
+
+    def kv_in_words(self) -> str:
+        """Format the cache's, such as "int8" or "20 layers int4-sealed, 10 layers k8v4"."""
+        counts = Counter(layer.format.value for layer in self.kv_layers)
+        if len(counts) < 2:
+            return self.kv_format.value
+        return ", ".join(f"{counted(num, 'layer')} {form}" for form, num in counts.most_common())
 
 
 def choose_device(config: EngineConfig) -> torch.device | Processor:

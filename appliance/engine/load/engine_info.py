@@ -32,6 +32,7 @@ def describe(
     Args:
         parts: with a cache that is allocated by the plan of `memory`.
     """
+    notes = _notes(source, parts, memory)
     execution, executor, plan = parts.execution, parts.executor, memory.plan
     precision, kv_format = execution.precision, memory.request.kv_format
     weight_format, router = executor.weight_format, source.spec.router
@@ -70,7 +71,7 @@ def describe(
         experts_per_token=0 if router is None else router.top_k,
         draft_bytes=memory.request.draft_bytes,
         ranks=() if parts.ranked is None else parts.ranked.ranks(),
-        notes=_notes(source, parts, memory),
+        notes=notes,
     )
 
 

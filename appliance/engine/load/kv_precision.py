@@ -13,7 +13,6 @@ from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
 from appliance.model.spec import LatentAttentionSpec
-from appliance.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -144,14 +143,6 @@ def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
                 f"layer {index} caches latents, which {format.value} blocks do not hold; choose "
                 f"--kv-cache-dtype among {held}"
             )
-
-
-def in_words(precision: Precision) -> str:
-    """Format a precision, such as "int8" or "20 layers int4-sealed, 10 layers k8v4"."""
-    counts = Counter(layer.format.value for layer in precision.kv_layers)
-    if len(counts) < 2:
-        return precision.kv_format.value
-    return ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.most_common())
 
 
 def _has_latents(source: ModelSource) -> bool:

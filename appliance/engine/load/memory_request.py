@@ -13,7 +13,7 @@ from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.devices import memory_budget
 from appliance.engine.load.draft import open_draft
 from appliance.engine.load.execution.choice import choose_execution
-from appliance.engine.load.kv_precision import choose_kv, in_words
+from appliance.engine.load.kv_precision import choose_kv
 from appliance.engine.memory.experts.split import ExpertChoice, LayerExperts
 from appliance.engine.memory.experts.streaming import LayerWork, Streaming
 from appliance.engine.memory.plan import MemoryRequest, plan_memory, settled_by_estimate
@@ -80,7 +80,7 @@ def with_other_cache(
     return replace(
         request,
         kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
-        kv_format=in_words(precision),
+        kv_format=precision.kv_in_words(),
         block_size=precision.block_size,
         open_bytes=num_open * execution.open_block_bytes(source.spec),
     )
@@ -170,7 +170,7 @@ def _request(
     gpu_bytes: int | None = None,
 ) -> MemoryRequest:
     """Build the request from the memory free now, or a GPU's; see `request_memory`."""
-    precision, kv_format = execution.precision, in_words(execution.precision)
+    precision, experts = execution.precision, expert_choice(config, source, execution)
     if gpu_bytes is None:
         budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
     else:
@@ -188,9 +188,9 @@ def _request(
     of_adapters = planned_bytes(config, source, precision.dtype.itemsize, in_table=in_table)
     request = MemoryRequest(
         spec=source.spec,
+        kv_format=precision.kv_in_words(),
         weight_bytes=execution.weight_bytes(source),
         kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
-        kv_format=kv_format,
         block_size=precision.block_size,
         activation_bytes=execution.activation_bytes,
         budget_bytes=budget_bytes + taken,
@@ -207,7 +207,7 @@ def _request(
         adapter_bytes=copies * of_adapters,
         state_bytes=execution.state_bytes(source.spec),
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
-        experts=expert_choice(config, source, execution),
+        experts=experts,
         rounded=partial(_rounded_bytes, config, source, execution),
     )
     return request if draft is None else draft.added_to(request)
