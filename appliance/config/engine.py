@@ -145,8 +145,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Precision of the KV cache: auto, bf16, int8, fp8, k8v4, int4 and more.",
             Group.KV,
             choices=(
-                *("auto", "fp32", "fp16", "bf16", "fp8", "int8", "k8v4"),
-                *("int4", "int4-sealed", "int4-rotated"),
+                "auto",
+                "fp32",
+                "fp16",
+                "bf16",
+                "fp8",
+                "int8",
+                "k8v4",
+                "int4",
+                "int4-sealed",
+                "int4-rotated",
             ),
         ),
     ] = "auto"

@@ -68,8 +68,12 @@ class LaunchedProcess:
                 self.process = subprocess.Popen(
                     [
                         *command,
-                        *("--socket", str(theirs.fileno()), "--metadata", str(self._metadata)),
-                        *("--parent", str(os.getpid())),
+                        "--socket",
+                        str(theirs.fileno()),
+                        "--metadata",
+                        str(self._metadata),
+                        "--parent",
+                        str(os.getpid()),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # libraries' prints belong in the log

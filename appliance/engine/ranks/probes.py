@@ -72,7 +72,8 @@ def try_links(ranks: RankGroup, limit: float = LINK_SECONDS) -> tuple[LinkTrial,
     for place, member in enumerate(ranks.members):
         mapping = Mapping.shared(ranks.exchange, room, place * room)
         group = NativeGroup(
-            *(library, mapping.address),
+            library,
+            mapping.address,
             rank=0,
             size=2,
             floats=LARGE,
@@ -123,9 +124,7 @@ def serve_probes(connection: Connection, exchange: int) -> Join:
         match order:
             case OpenLink(offset, num_bytes, floats):
                 mapping = Mapping.shared(exchange, num_bytes, offset)
-                group = NativeGroup(
-                    *(load_library(), mapping.address), rank=1, size=2, floats=floats
-                )
+                group = NativeGroup(load_library(), mapping.address, rank=1, size=2, floats=floats)
                 send(connection, RankDone())
             case SendBack(count, rounds):
                 assert group is not None

@@ -73,8 +73,8 @@ class RankGroup:
                     files.append(os.memfd_create(name, os.MFD_CLOEXEC))
                 self.exchange, self.cache = files
                 for rank in range(1, size):
-                    given = (self.exchange, self.cache, environment or {})
-                    self.members.append(RankProcess(rank, *given))
+                    process = RankProcess(rank, self.exchange, self.cache, environment or {})
+                    self.members.append(process)
             except OSError as error:
                 raise EngineError(f"the processes of {asked}: {error.strerror}") from error
             undo.pop_all()
@@ -200,9 +200,18 @@ class RankProcess:
             self.process = subprocess.Popen(
                 [
                     *COMMAND,
-                    *("--socket", str(theirs.fileno()), "--exchange", str(exchange)),
-                    *("--cache", str(cache), "--parent", str(os.getpid())),
-                    *("--log-level", level, "--log-format", form),
+                    "--socket",
+                    str(theirs.fileno()),
+                    "--exchange",
+                    str(exchange),
+                    "--cache",
+                    str(cache),
+                    "--parent",
+                    str(os.getpid()),
+                    "--log-level",
+                    level,
+                    "--log-format",
+                    form,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # a library's prints belong in the log

@@ -115,8 +115,15 @@ class TorchMember:
                 self._capture(number, step)
             case Allocate():
                 self._allocate(order)
-            case SaveBlock() | LoadBlock() | CopyBlocks():
-                self._move(order)
+            case CopyBlocks(sources, destinations, are_open):
+                copy = self._own.copy_open if are_open else self._own.copy_blocks
+                copy(list(sources), list(destinations))
+            case SaveBlock(block, open_block):
+                content = self._own.read_block(block, open_block)
+                write_window(self._file, self._rank, content)
+                send(self._connection, RankDone())
+            case LoadBlock(block, open_block):
+                self._load(block, open_block)
             case CopyStates(pairs):
                 for source, destination in pairs:
                     self._own.states[destination].copy_(self._own.states[source])
@@ -172,19 +179,10 @@ class TorchMember:
         )
         send(self._connection, RankAllocated(cache.block_bytes, cache.open_bytes))
 
-    def _move(self, order: SaveBlock | LoadBlock | CopyBlocks) -> None:
-        cache = self._own
-        if isinstance(order, CopyBlocks):
-            copy = cache.copy_open if order.are_open else cache.copy_blocks
-            copy(list(order.sources), list(order.destinations))
-            return
-        if isinstance(order, SaveBlock):
-            content = cache.read_block(order.block, order.open_block)
-            write_window(self._file, self._rank, content)
-        else:
-            size = cache.block_bytes + (cache.open_bytes if order.open_block >= 0 else 0)
-            content = read_window(self._file, self._rank, size)
-            cache.write_block(order.block, content, order.open_block)
+    def _load(self, block: int, open_block: int) -> None:
+        size = self._own.block_bytes + (self._own.open_bytes if open_block >= 0 else 0)
+        content = read_window(self._file, self._rank, size)
+        self._own.write_block(block, content, open_block)
         send(self._connection, RankDone())
 
 

@@ -132,8 +132,7 @@ class _Way:
     def _try_links(self, limit: float, undo: ExitStack) -> tuple[LinkTrial, ...]:
         first: RankProcess | None = None
         if self.path is not LinkPath.SOCKET:
-            given = self.group.exchange, self.group.cache, self.environment
-            first = RankProcess(0, *given)
+            first = RankProcess(0, self.group.exchange, self.group.cache, self.environment)
             undo.callback(first.end)
             send(first.connection, OpenDevice(_name(self._kind, 0)))
         others = self.group.members
