@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
@@ -96,33 +96,19 @@ def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
 
 def _stacks(upper: Weight, lower: Weight) -> bool:
     """Return True if two weights can be stacked."""
-    if isinstance(upper, PackedWeight):
-        return isinstance(lower, PackedWeight) and lower.stacks_with(upper)
-    if isinstance(upper, Fp8Weight):
-        return isinstance(lower, Fp8Weight) and upper.stacks_with(lower)
-    if isinstance(upper, Fp4Weight):
-        return isinstance(lower, Fp4Weight) and upper.stacks_with(lower)
-    if isinstance(upper, GgmlWeight):
-        return isinstance(lower, GgmlWeight) and upper.stacks_with(lower)
-    return arrays.is_array(lower) and lower.dtype == upper.dtype
+    if arrays.is_array(upper) or arrays.is_array(lower):
+        return arrays.is_array(upper) and arrays.is_array(lower) and lower.dtype == upper.dtype
+    above: Any = upper  # of one kind with the other, so it knows
+    return type(upper) is type(lower) and bool(above.stacks_with(lower))
 
 
 def _stack(weights: list[Weight]) -> Weight:
     if len(weights) == 1:
         return weights[0]
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-    if packed:
-        return PackedWeight.concatenate(packed)
-    fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight)]
-    if fp8:
-        return Fp8Weight.concatenate(fp8)
-    fp4 = [weight for weight in weights if isinstance(weight, Fp4Weight)]
-    if fp4:
-        return Fp4Weight.concatenate(fp4)
-    ggml = [weight for weight in weights if isinstance(weight, GgmlWeight)]
-    if ggml:
-        return GgmlWeight.concatenate(ggml)
-    stacked: Tensor = arrays.cat(weights)
+    kind: Any = type(weights[0])
+    stacked: Weight = (
+        arrays.cat(weights) if arrays.is_array(weights[0]) else kind.concatenate(weights)
+    )
     return stacked
 
 

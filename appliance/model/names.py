@@ -240,8 +240,15 @@ class TensorNames:
         """Names of the parts that are in no layer."""
         tokens = self.token_input
         parts = (
-            *(self.embedding, self.final_norm, self.positions, self.into_stream),
-            *(self.out_of_stream, self.head, tokens.embedding, tokens.projection, tokens.norm),
+            self.embedding,
+            self.final_norm,
+            self.positions,
+            self.into_stream,
+            self.out_of_stream,
+            self.head,
+            tokens.embedding,
+            tokens.projection,
+            tokens.norm,
         )
         return tuple(part for part in parts if part)
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from appliance.engine.ranks.messages import Room
 from appliance.model.recurrent_spec import ShortConvSpec
-from appliance.model.shard.portion import portion
-from appliance.model.shard.shard import shard_source, undivided
+from appliance.model.shard.shard import portion, shard_source, undivided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

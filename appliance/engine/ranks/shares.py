@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import MemoryPlanError
 from appliance.model.recurrent_spec import RecurrentSpec
-from appliance.model.shard.portion import kept_portion, portion
+from appliance.model.shard.shard import kept_portion, portion
 from appliance.model.shard.split import MOST_NAMED, Split, distance, valid_splits
 from appliance.wording import as_size
 

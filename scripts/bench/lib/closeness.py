@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.model.source import open_model
-from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
+from appliance.quant.quality.make_card import EvaluationOptions, evaluate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ from appliance.config import cache_dir
 from appliance.gguf import read_header
 from appliance.hub import resolve_model
 from appliance.model.source import open_model
-from appliance.quant.quality.evaluate import evaluate
+from appliance.quant.quality.make_card import evaluate
 from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, gguf_scheme
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText

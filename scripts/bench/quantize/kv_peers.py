@@ -31,8 +31,8 @@ from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
+from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
-from appliance.quant.kv.measure import measure_kv
 from appliance.tokenizer import Tokenizer
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions

@@ -23,10 +23,10 @@ from appliance.hub import resolve_model
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.executor import heads_of
 from appliance.model.source import open_model
+from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
-from appliance.quant.kv.measure import measure_kv
-from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import NAMES, bytes_per_token
+from appliance.quant.quality.make_card import EvaluationOptions, evaluate
 from appliance.quant.text.documents import default_documents
 from appliance.quant.text.held_out import SEPARATOR, HeldOutText
 from appliance.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.source import ModelSource
-    from appliance.quant.kv.measure import MeasuredLayer
+    from appliance.quant.kv.calibrate import MeasuredLayer
     from appliance.quant.quality.kv_caches import Caches
     from appliance.quant.quality.measures import Divergence
 

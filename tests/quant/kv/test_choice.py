@@ -7,8 +7,14 @@ import torch
 from hypothesis import given, settings
 
 from appliance.kernels.kv_format import KVFormat
-from appliance.quant.kv.calibrate import CHOICES, choose_formats, mean_bits
-from appliance.quant.kv.measure import MEASURED, MeasuredLayer, bits_per_element
+from appliance.quant.kv.calibrate import (
+    CHOICES,
+    MEASURED,
+    MeasuredLayer,
+    bits_per_element,
+    choose_formats,
+    mean_bits,
+)
 
 
 def layer(errors: list[float]) -> MeasuredLayer:

@@ -20,8 +20,8 @@ from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
 from appliance.quant.formats.kv_plan import KVLayer
 from appliance.quant.kv.attention import EVERY, attend_with
+from appliance.quant.kv.calibrate import measure_layer
 from appliance.quant.kv.even_keys import even, with_even_keys
-from appliance.quant.kv.measure import measure_layer
 from appliance.quant.run.adapter_factors import write_adapter_factors
 
 if TYPE_CHECKING:

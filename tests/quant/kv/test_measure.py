@@ -11,7 +11,7 @@ from expert_models import save_experts
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, RopeSpec
-from appliance.quant.kv.measure import MeasuredLayer, measure_kv, measure_layer
+from appliance.quant.kv.calibrate import MeasuredLayer, measure_kv, measure_layer
 from appliance.quant.walk.walk import Walk
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from appliance.model.kv import planned_kv
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
-from appliance.quant.kv.measure import measure_kv
-from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import KV_FORMATS, NAMES
+from appliance.quant.quality.make_card import EvaluationOptions, evaluate
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText

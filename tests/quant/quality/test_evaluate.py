@@ -22,13 +22,13 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.kv.calibrate import calibrate_kv, write_kv_plan
-from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import (
     KV_FORMATS,
     bytes_per_token,
     caches_of,
     parse_kv_formats,
 )
+from appliance.quant.quality.make_card import EvaluationOptions, evaluate
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.held_out import Windows

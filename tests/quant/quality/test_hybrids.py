@@ -15,7 +15,7 @@ from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
+from appliance.quant.quality.make_card import EvaluationOptions, evaluate
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.held_out import Windows

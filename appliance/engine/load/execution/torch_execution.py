@@ -14,8 +14,7 @@ from appliance.kernels.sampling import batched
 from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
-from appliance.model.shard.portion import portion
-from appliance.model.shard.shard import Shard
+from appliance.model.shard.shard import Shard, portion
 from appliance.model.size import estimate_weight_bytes, slot_bytes
 
 if TYPE_CHECKING:
