@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import psutil
 
@@ -90,21 +90,18 @@ def choose_encoder_execution(
     Raises:
         ConfigError: the settings ask for something that it cannot do.
     """
-    device = choose_device(config)
+    device, reader = choose_device(config), _reader_of(source)
     # Vectors are compared by their last digits, and a small model has the time.
     name = "float32" if config.dtype == "auto" else config.dtype
     if device.type == "cpu" and config.kernels == "auto":
-        reason = _why_not_native(config, source)
+        reason = _why_no_library(config) or reader.why_unsupported()
     else:
         reason = f"it goes to {device}, with --kernels {config.kernels}"
     if reason is None:
         engine, isa = native_engine(config, threads)
-        dtype = numpy_dtype(name)
-        if isinstance(source, EncoderSource):
-            return _NativeExecution(config, source, engine, isa.name, dtype, threads), ()
-        source = _narrowed(config, source)
-        notes = (*source.notes, *source.weights.notes())
-        return _NativeDecoderExecution(config, source, engine, isa.name, dtype, threads), notes
+        reader = reader.rounded(config)
+        native = _NativeExecution(config, reader, engine, isa.name, numpy_dtype(name), threads)
+        return native, reader.native_notes
     for flag, is_asked in {
         f"--cpu-isa {config.cpu_isa}": config.cpu_isa != "auto",
         f"--weight-bits {config.weight_bits}": config.weight_bits is not None,
@@ -117,10 +114,7 @@ def choose_encoder_execution(
     where = torch.device(device.type)
     on_cpu = (f"torch runs the encoder, not the CPU library: slower: {reason}",)
     notes = on_cpu if device.type == "cpu" else ()
-    if isinstance(source, EncoderSource):
-        return _TorchExecution(source, where, getattr(torch, name)), notes
-    notes = (*notes, *source.notes)
-    return _TorchDecoderExecution(source, where, getattr(torch, name)), notes
+    return _TorchExecution(reader, where, getattr(torch, name)), (*notes, *reader.notes)
 
 
 def encoder_execution_on(
@@ -139,9 +133,7 @@ def encoder_execution_on(
         raise ConfigError("--weight-bits cannot be had: a GPU computes with whole weights")
     where = torch.device("cuda")
     number = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-    if isinstance(source, EncoderSource):
-        return _TorchExecution(source, where, number)
-    return _TorchDecoderExecution(source, where, number)
+    return _TorchExecution(_reader_of(source), where, number)
 
 
 def threads_of(config: EngineConfig) -> int:
@@ -202,30 +194,18 @@ def plan_encoder(
     )
 
 
-def _narrowed(config: EngineConfig, source: ModelSource) -> ModelSource:
-    found = source if config.weight_bits is None else narrowed(source, config.weight_bits)
-    if found is None:
-        raise ConfigError(
-            f"--weight-bits {config.weight_bits}: most weights of {config.model} have no more bits"
-            " already, or their width does not divide by 32; leave it out"
-        )
-    return found
-
-
-def _why_not_native(config: EngineConfig, source: EncoderSource | ModelSource) -> str | None:
+def _why_no_library(config: EngineConfig) -> str | None:
     try:
         select_isa(load_library(), config.cpu_isa)
     except LibraryError as error:
         return str(error)
-    if isinstance(source, EncoderSource):
-        return why_unsupported(source.spec)
-    return why_decoder_unsupported(source)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _NativeExecution:
     config: EngineConfig
-    source: EncoderSource
+    reader: _EncoderReader | _DecoderReader
     engine: NativeEngine
     isa: str
     dtype: Any
@@ -241,51 +221,21 @@ class _NativeExecution:
 
     @property
     def weight_bytes(self) -> int:
-        return native_bytes(self.source, self.dtype, self.config.weight_bits)
+        return self.reader.native_bytes(self.dtype, self.config.weight_bits)
 
     def workspace_bytes(self, max_tokens: int) -> int:
         most_texts = min(self.config.max_num_seqs, max_tokens)
-        return workspace_bytes(self.source.spec, max_tokens, most_texts, self.threads)
+        return self.reader.native_workspace(max_tokens, most_texts, self.threads)
 
     def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
         self.engine.watch(beacon.address)
         bits = self.config.weight_bits
-        return load_native_encoder(self.source, self.engine, self.dtype, bits, on_progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _NativeDecoderExecution:
-    config: EngineConfig
-    source: ModelSource
-    engine: NativeEngine
-    isa: str
-    dtype: Any
-    threads: int
-
-    @property
-    def name(self) -> str:
-        return f"cpu library ({self.isa})"
-
-    @property
-    def device(self) -> Processor:
-        return Processor()
-
-    @property
-    def weight_bytes(self) -> int:
-        return estimate_native_bytes(self.source, self.dtype)
-
-    def workspace_bytes(self, max_tokens: int) -> int:
-        most_texts = min(self.config.max_num_seqs, max_tokens)
-        return decoder_workspace_bytes(self.source.spec, max_tokens, most_texts, self.threads)
-
-    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
-        self.engine.watch(beacon.address)
-        return load_native_decoder(self.source, self.engine, self.dtype, on_progress)
+        return self.reader.load_native(self.engine, self.dtype, bits, on_progress)
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchExecution:
-    source: EncoderSource
+    reader: _EncoderReader | _DecoderReader
     where: torch.device
     dtype: torch.dtype
 
@@ -299,45 +249,131 @@ class _TorchExecution:
 
     @property
     def weight_bytes(self) -> int:
-        return self.source.num_parameters() * int(self.dtype.itemsize)
+        return self.reader.torch_bytes(self.where, self.dtype)
 
     def workspace_bytes(self, max_tokens: int) -> int:
-        spec = self.source.spec
-        inner = spec.intermediate_size * (3 if spec.gated else 2)
-        return max_tokens * (_STREAMS * spec.hidden_size + inner) * int(self.dtype.itemsize)
+        return max_tokens * self.reader.torch_width * int(self.dtype.itemsize)
 
     def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
-        from appliance.model.encoder.loader import load_encoder
+        return self.reader.load_torch(self.where, self.dtype, on_progress, beacon)
 
-        return cast(
-            "LoadedEncoder",
-            load_encoder(self.source, self.dtype, self.where, on_progress, beacon.advance),
-        )
+
+def _reader_of(source: EncoderSource | ModelSource) -> _EncoderReader | _DecoderReader:
+    return _EncoderReader(source) if isinstance(source, EncoderSource) else _DecoderReader(source)
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchDecoderExecution:
+class _EncoderReader:
+    """A model of an encoder's family."""
+
+    source: EncoderSource
+    notes: ClassVar[tuple[str, ...]] = ()
+    native_notes: ClassVar[tuple[str, ...]] = ()
+
+    def why_unsupported(self) -> str | None:
+        return why_unsupported(self.source.spec)
+
+    def rounded(self, config: EngineConfig) -> _EncoderReader:
+        """Return the same: its weights are rounded while they are loaded."""
+        return self
+
+    def native_bytes(self, dtype: Any, bits: int | None) -> int:
+        return native_bytes(self.source, dtype, bits)
+
+    def native_workspace(self, max_tokens: int, most_texts: int, threads: int) -> int:
+        return workspace_bytes(self.source.spec, max_tokens, most_texts, threads)
+
+    def load_native(
+        self,
+        engine: NativeEngine,
+        dtype: Any,
+        bits: int | None,
+        on_progress: Callable[[str, int, int], None],
+    ) -> LoadedEncoder:
+        return load_native_encoder(self.source, engine, dtype, bits, on_progress)
+
+    def torch_bytes(self, where: torch.device, dtype: torch.dtype) -> int:
+        return self.source.num_parameters() * int(dtype.itemsize)
+
+    @property
+    def torch_width(self) -> int:
+        """Numbers of a step per token."""
+        spec = self.source.spec
+        return _STREAMS * spec.hidden_size + spec.intermediate_size * (3 if spec.gated else 2)
+
+    def load_torch(
+        self,
+        where: torch.device,
+        dtype: torch.dtype,
+        on_progress: Callable[[str, int, int], None],
+        beacon: Beacon,
+    ) -> LoadedEncoder:
+        from appliance.model.encoder.loader import load_encoder
+
+        loaded = load_encoder(self.source, dtype, where, on_progress, beacon.advance)
+        return cast("LoadedEncoder", loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecoderReader:
+    """A decoder that reads texts, without a cache."""
+
     source: ModelSource
-    where: torch.device
-    dtype: torch.dtype
 
     @property
-    def name(self) -> str:
-        return f"torch in {DTYPE_NAMES[dtype_name(self.dtype)]}"
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self.source.notes)
 
     @property
-    def device(self) -> torch.device | Processor:
-        return self.where if self.where.type == "cuda" else Processor()
+    def native_notes(self) -> tuple[str, ...]:
+        return (*self.source.notes, *self.source.weights.notes())
+
+    def why_unsupported(self) -> str | None:
+        return why_decoder_unsupported(self.source)
+
+    def rounded(self, config: EngineConfig) -> _DecoderReader:
+        """Round the weights as `--weight-bits` says."""
+        if config.weight_bits is None:
+            return self
+        found = narrowed(self.source, config.weight_bits)
+        if found is None:
+            raise ConfigError(
+                f"--weight-bits {config.weight_bits}: most weights of {config.model} have no more"
+                " bits already, or their width does not divide by 32; leave it out"
+            )
+        return _DecoderReader(found)
+
+    def native_bytes(self, dtype: Any, bits: int | None) -> int:
+        return estimate_native_bytes(self.source, dtype)
+
+    def native_workspace(self, max_tokens: int, most_texts: int, threads: int) -> int:
+        return decoder_workspace_bytes(self.source.spec, max_tokens, most_texts, threads)
+
+    def load_native(
+        self,
+        engine: NativeEngine,
+        dtype: Any,
+        bits: int | None,
+        on_progress: Callable[[str, int, int], None],
+    ) -> LoadedEncoder:
+        return load_native_decoder(self.source, engine, dtype, on_progress)
+
+    def torch_bytes(self, where: torch.device, dtype: torch.dtype) -> int:
+        return estimate_weight_bytes(self.source, where, dtype)
 
     @property
-    def weight_bytes(self) -> int:
-        return estimate_weight_bytes(self.source, self.where, self.dtype)
+    def torch_width(self) -> int:
+        """Numbers of a step per token."""
+        spec = self.source.spec
+        return _STREAMS * spec.hidden_size + sum(decoder_widths(spec))
 
-    def workspace_bytes(self, max_tokens: int) -> int:
-        width = _STREAMS * self.source.spec.hidden_size + sum(decoder_widths(self.source.spec))
-        return max_tokens * width * int(self.dtype.itemsize)
-
-    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
+    def load_torch(
+        self,
+        where: torch.device,
+        dtype: torch.dtype,
+        on_progress: Callable[[str, int, int], None],
+        beacon: Beacon,
+    ) -> LoadedEncoder:
         from appliance.model.encoder.decoder_loader import load_decoder_reader
 
-        return load_decoder_reader(self.source, self.dtype, self.where, on_progress, beacon.advance)
+        return load_decoder_reader(self.source, dtype, where, on_progress, beacon.advance)
