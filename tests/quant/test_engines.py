@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.quant.engines import autoawq, optimum, quantize_by_engine, run
+from appliance.quant import engines
+from appliance.quant.engines import AutoAWQ, Optimum, quantize_by_engine
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeLibrary, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
@@ -27,9 +28,10 @@ GPTQ = QuantizeOptions(WeightScheme(4, 32), engine=QuantizeLibrary.OPTIMUM)
 class FakeLibrary:
     """Does with our own code what the library would do, or fails."""
 
-    TRIED = "tried: never"
+    tried = "tried: never"
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, real: type[engines.Library], error: Exception | None = None) -> None:
+        self.method, self.format = real.method, real.format
         self.error = error
         self.rows: Tensor | None = None
 
@@ -82,8 +84,8 @@ def test_a_library_that_is_not_there_is_one_line_that_says_what_to_do(
 def test_what_the_library_wrote_becomes_the_folder(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Tensor
 ) -> None:
-    library = FakeLibrary()
-    monkeypatch.setitem(run._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
+    library = FakeLibrary(AutoAWQ)
+    monkeypatch.setitem(engines._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
     report = quantize_by_engine(make_llama(), tmp_path / "out", AWQ)
     assert library.rows is rows
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -97,8 +99,8 @@ def test_a_library_that_fails_leaves_nothing_and_is_named(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Tensor
 ) -> None:
     assert len(rows)
-    library = FakeLibrary(NameError("QuantizeConfig"))
-    monkeypatch.setitem(run._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
+    library = FakeLibrary(AutoAWQ, NameError("QuantizeConfig"))
+    monkeypatch.setitem(engines._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
     with pytest.raises(QuantizeError, match=r"autoawq 1\.2\.3 failed with NameError: QuantizeCon"):
         quantize_by_engine(make_llama(), tmp_path / "out", AWQ)
     assert not (tmp_path / "out").exists()
@@ -127,15 +129,12 @@ def test_a_gguf_file_is_not_for_other_libraries_and_a_missing_one_is_told_first(
     path.touch()
     with pytest.raises(QuantizeError, match="optimum cannot be imported"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
-    monkeypatch.setitem(run._LIBRARIES, QuantizeLibrary.OPTIMUM, FakeLibrary())
+    monkeypatch.setitem(engines._LIBRARIES, QuantizeLibrary.OPTIMUM, FakeLibrary(Optimum))
     with pytest.raises(ConfigError, match=r"no GGUF files; use --method gptq --format gptq"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
 
 
 def test_engines_are_those_of_the_extras() -> None:
-    assert {autoawq.__name__, optimum.__name__} == {
-        library.__name__  # type: ignore[attr-defined]
-        for library in run._LIBRARIES.values()
-    }
+    assert set(engines._LIBRARIES) == set(QuantizeLibrary) - {QuantizeLibrary.APPLIANCE}
     with pytest.raises(ConfigError, match="supported: appliance, autoawq, optimum"):
         QuantizeLibrary.parse("llamacpp")
