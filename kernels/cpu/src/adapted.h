@@ -4,7 +4,7 @@
 
 #include "linear.h"
 
-/* Rows in turn of one adapter, at most so many that they can be shared out. */
+/* The most rows in a span of one adapter: longer runs are split among the threads. */
 #define ADAPTED_ROWS 48
 
 typedef struct {
@@ -18,8 +18,8 @@ typedef struct {
     int32_t count;
     int32_t num_layers;
     int32_t stride;
-    float *shrunk; /* (rows, stride), of the place whose linears run next */
-    int8_t *codes; /* the same quantized, 16 numbers of all rows after another: see shrunk_tile */
+    float *shrunk; /* (rows, stride), for the place whose linears run next */
+    int8_t *codes; /* the same, quantized: 16 numbers of all rows, then the next 16: shrunk_tile */
     row_scale *scales;
     int32_t layer; /* of that place */
 } adapted_rows;
@@ -28,7 +28,7 @@ static const ap_low_rank *factors_at(const adapter_span *span, int32_t layer, ap
     return span->adapter->places + (int64_t)layer * AP_NUM_PLACES + place;
 }
 
-/* Shrunk numbers `first` to `first` + 15 of rows, quantized, as the input of an expansion. */
+/* The quantized shrunk numbers `first` to `first` + 15 of all rows, as an expansion's input. */
 static rows_in shrunk_tile(const adapted_rows *adapted, int32_t rows, int32_t first) {
     int64_t before = (int64_t)rows * first;
     return (rows_in){
@@ -48,7 +48,7 @@ typedef struct {
     int32_t last;
 } place_tiles;
 
-/* The same tiles as a part counts its own: [first, last), none if first >= last. */
+/* Convert them to tiles of a part: [first, last), none if first >= last. */
 static place_tiles tiles_of_part(const ap_expansion *part, place_tiles tiles) {
     int32_t shift = part->first_output - tiles.begin;
     int32_t first = tiles.first * AP_LANES - shift;
@@ -59,7 +59,7 @@ static place_tiles tiles_of_part(const ap_expansion *part, place_tiles tiles) {
     return tiles;
 }
 
-/* ---- factors that are fetched while a linear's weight is multiplied ---- */
+/* ---- factors that are prefetched while a linear's weight is multiplied ---- */
 
 #define MOST_FETCHED 1024
 
@@ -75,8 +75,8 @@ static int32_t list_tiles(const ap_linear *w, int64_t first, int64_t last, const
     return list_bytes(tile_codes(w, (int32_t)first), (last - first) * tile_bytes(w), list, count);
 }
 
-/* List what some tiles will be expanded from, and their share of what the next place shrinks by;
- * returns how many pieces that are. */
+/* List the pieces of the factors that expand some tiles, and these tiles' share of the factors that
+ * shrink for the next place; returns the number of pieces. */
 static int32_t list_factors(const adapted_rows *adapted, place_tiles tiles, const char **list) {
     int32_t count = 0, next = adapted->layer * AP_NUM_PLACES + (int32_t)tiles.place + 1;
     int64_t all = (tiles.outputs + AP_LANES - 1) / AP_LANES;

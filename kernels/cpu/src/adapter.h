@@ -40,13 +40,13 @@ static void start_adapters(step_state *s) {
 
 /* ---- shrinking ---- */
 
-/* A chunk reads at least so many bytes of factors, over all of its rows: some microseconds. */
+/* A chunk reads at least this many bytes of factors, counted for each row: some microseconds. */
 #define LEAST_FACTORS 32768
 
 typedef struct {
     const step_state *s;
     ap_place place;
-    int32_t tiles; /* of the adapter with most */
+    int32_t tiles; /* of the adapter with the most */
     int32_t units; /* spans times tiles */
     int32_t units_per_chunk;
 } shrink_section;
@@ -82,7 +82,7 @@ static void shrink_chunk(void *context, int32_t chunk, int32_t worker) {
     for (int32_t unit = first; unit < last; unit++) shrink_unit(section, unit);
 }
 
-/* Shrink the rows of the present input for a place, whose linears expand them next. */
+/* Shrink the rows of the current input for a place, whose linears expand them next. */
 static void run_shrink(step_state *s, ap_place place) {
     adapted_rows *adapted = &s->adapted;
     adapted->layer = (int32_t)(s->layer - s->model->layers);
@@ -126,7 +126,7 @@ static const ap_linear *quantized_at(const ap_model *model, int32_t layer, int32
     return quantized_linear(&model->layers[layer], (ap_place)place);
 }
 
-/* True if a step makes the codes of its rows that these factors multiply. */
+/* True if a step quantizes its rows to the codes that these factors multiply. */
 static bool codes_fit(const ap_linear *shrink, const ap_linear *quantized) {
     return shrink->scale_format == AP_SCALES_NONE && quantized &&
            shrink->input_order == quantized->input_order;

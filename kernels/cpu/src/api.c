@@ -161,7 +161,7 @@ static void open_workspace(ap_engine *engine) {
     __asan_unpoison_memory_region(engine->workspace, (size_t)engine->workspace_bytes);
 }
 
-/* Unwritten floats are NaN, and bytes behind them are out of bounds. */
+/* Fill a claim with NaN, and forbid access to the gap behind it. */
 static void fence(char *claimed, int64_t bytes) {
     if (!bytes) return;
     memset(claimed, 0xff, (size_t)bytes);

@@ -73,17 +73,17 @@ typedef struct {
     int32_t reserved;
 } ap_rope;
 
-/* The sigmoid of gates, which the last linear of the input computes, multiplies heads' outputs. */
+/* Gates, which the last linear of the input computes; their sigmoid multiplies heads' outputs. */
 typedef enum {
     AP_GATE_NONE = 0,
-    AP_GATE_ELEMENTS = 1, /* a gate for each */
+    AP_GATE_ELEMENTS = 1, /* a gate for each element */
     AP_GATE_HEADS = 2,    /* a gate for each whole head */
 } ap_output_gate;
 
-/* What the norms of queries and keys are taken of, and when. */
+/* The numbers that a norm of queries or keys covers, and when it is applied. */
 typedef enum {
-    AP_NORM_EACH = 0,    /* head, before RoPE */
-    AP_NORM_ALL = 1,     /* heads of a token at once, before RoPE */
+    AP_NORM_EACH = 0,    /* each head, before RoPE */
+    AP_NORM_ALL = 1,     /* all heads of a token, before RoPE */
     AP_NORM_ROTATED = 2, /* each head, after RoPE */
 } ap_head_norms;
 
@@ -92,7 +92,7 @@ typedef struct {
     int32_t num_kv_heads;
     int32_t head_dim;    /* a multiple of 16, at most 512 */
     int32_t window;      /* a query sees this many latest positions, its own included; 0: all */
-    int32_t chunk;       /* a query sees its chunk of so many positions up to its own; 0: all */
+    int32_t chunk;       /* a query sees its chunk of this many positions, up to its own; 0: all */
     float scale;         /* multiplies q . k */
     float softcap;       /* scores become cap * tanh(scores / cap); 0: none */
     int32_t rope;        /* index into ap_model.ropes */
@@ -104,9 +104,9 @@ typedef struct {
     ap_norm key_norm;
     ap_norm value_norm;  /* of each head */
     const float *sinks;  /* (num_heads,), a score without a value in each softmax, or NULL */
-    int32_t only_reads;  /* 1: another layer writes its cache; qkv has query heads alone */
-    int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv has none */
-    int32_t looks_ahead; /* 1: a query sees as many positions after its own; none is sealed */
+    int32_t only_reads;  /* 1: another layer writes its cache; qkv has only query heads */
+    int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv has no values */
+    int32_t looks_ahead; /* 1: a query sees as many positions after its own, too; not if sealed */
     int32_t head_norms;  /* ap_head_norms */
 } ap_attention;
 
@@ -142,8 +142,8 @@ typedef struct {
     const ap_gated_delta *gated_delta; /* the same */
     const ap_mamba2 *mamba2;           /* the same */
     const ap_experts *experts; /* NULL: none */
-    /* the MLP of all rows, with experts the shared one; codes NULL: none */
-    ap_linear gate; /* without a gate this is up, and up has no codes */
+    /* the MLP of all rows; with experts, the shared expert; codes NULL: none */
+    ap_linear gate; /* in an MLP without a gate the weight of up, and up has no codes */
     ap_linear up;
     ap_linear down;
     ap_gating gating;         /* of that MLP */
@@ -156,7 +156,7 @@ typedef struct {
     ap_token_input token_input;
     float output_scale; /* multiplies the stream at the end of the layer; 0: no factor */
     int32_t is_parallel; /* 1: the MLP reads the stream before the mixer; no post norms */
-    int32_t mixer_is_part; /* 1: its output is one of the ranks' parts */
+    int32_t mixer_is_part; /* 1: its output is this rank's part of a sum */
     int32_t mlp_is_part;   /* the same */
 } ap_layer;
 
@@ -164,7 +164,7 @@ typedef struct {
  * stream is a linear of both; without one it is `given`, and the first layer's attention reads both
  * halves instead of the normed stream. */
 typedef struct {
-    ap_norm token_norm; /* weight NULL: the model is no head, its stream is the embedding */
+    ap_norm token_norm; /* weight NULL: not a drafting head; the stream is the embedding */
     ap_norm hidden_norm;
     ap_linear linear;         /* 2 * hidden -> hidden; codes NULL: none */
     int32_t stream_is_normed; /* without a linear: 1: the stream is norm(given) */
@@ -180,27 +180,27 @@ typedef struct {
     const ap_rope *ropes;
     ap_norm final_norm;
     ap_linear embedding; /* (vocab_size, hidden_size); may be the head's own tiles */
-    ap_linear head;      /* codes NULL, of either: another process has it, and what lies beyond */
+    ap_linear head;      /* codes NULL, in either: another process has it and the layers beyond */
     float embedding_scale;
     float logit_scale;   /* multiplies the logits */
     float logit_softcap; /* 0: none */
     ap_token_inputs token_inputs;
     ap_linear positions;   /* (positions, hidden_size), added to embeddings; codes NULL: none */
     /* A rank has the rows of embedding and head from its first token on. */
-    const int32_t *first_tokens; /* (ranks + 1,), of each rank, and vocab_size */
+    const int32_t *first_tokens; /* (ranks + 1,), first_token of each rank, then vocab_size */
     int32_t first_token;
     int32_t widest_vocab; /* of all ranks */
-    int32_t norms_replace; /* 1: the normed stream replaces the stream; 2: only the embedding */
+    int32_t norms_replace; /* 1: the normed stream replaces the stream; 2: only for the embedding */
     ap_join join;          /* of a drafting head */
 } ap_model;
 
-/* The places of a layer that an adapter may change: linears of one input, with their outputs
- * concatenated: those of the mixer's input linears; gate's, then up's. */
+/* The places of a layer that an adapter may change. A place is the linears of one input, with their
+ * outputs concatenated: those of the mixer's input linears in order; those of gate, then of up. */
 typedef enum { AP_INTO_MIXER, AP_OUT_OF_MIXER, AP_INTO_MLP, AP_OUT_OF_MLP, AP_NUM_PLACES } ap_place;
 
 /* A part of a place's outputs, and the shrunk numbers that it is expanded from. */
 typedef struct {
-    ap_linear linear;     /* ranks -> some outputs, of a float format; 16 with AP_SCALES_NONE */
+    ap_linear linear;     /* ranks -> outputs, of a float format; with AP_SCALES_NONE 16 ranks */
     int32_t first_output; /* a multiple of 16 from the first output of each linear */
     int32_t first_rank;   /* with AP_SCALES_NONE a multiple of 16 */
 } ap_expansion;
@@ -219,9 +219,9 @@ typedef struct {
     int32_t most_ranks;        /* of one place */
 } ap_adapter;
 
-/* The KV cache: one arena, block after block; a block has its tokens of all layers.
+/* The KV cache: one arena of consecutive blocks; a block holds its tokens in all layers.
  *
- * Block b begins at base + b * block_bytes; layer l is in it at layers[l].offset, as
+ * Block b begins at base + b * block_bytes, and layer l lies in it at layers[l].offset, as
  * (num_kv_heads, block_size / 16) pages of ap_page_bytes each. A page holds the keys and values of
  * 16 tokens of one head; page.h says how.
  *
@@ -255,13 +255,13 @@ typedef struct {
 /* One step's rows: sequence i owns rows query_start[i] .. query_start[i + 1] - 1, the last of its
  * context_lens[i] tokens.
  *
- * With sealed layers the rows of a sequence lie in one block, whose tokens they read from its
- * open block, and those of all blocks before it in the sealed form. So a longer chunk comes as
- * several sequences, one for each block. The step seals the blocks that it fills.
+ * With sealed layers all rows of a sequence lie in one block. They read that block's tokens from
+ * its open block, and all earlier blocks in the sealed form. So a longer chunk is passed as several
+ * sequences, one for each block. The step seals the blocks that it fills.
  *
- * With recurrent layers a sequence goes on from the state in its slot, or from zeros if its first
- * row has position 0, and writes the state after its last row back. Consecutive sequences of the
- * same slot are one; no others share a slot. */
+ * With recurrent layers a sequence continues from the state in its slot, or from zeros if its first
+ * row has position 0, and writes back the state after its last row. Consecutive sequences of the
+ * same slot are one sequence; otherwise no two sequences share a slot. */
 typedef struct {
     int32_t num_tokens;
     int32_t num_seqs;
@@ -274,7 +274,7 @@ typedef struct {
     const int32_t *context_lens; /* (num_seqs,), this step's rows included */
     const int32_t *block_tables; /* (num_seqs, table_width) */
     const int64_t *rows;         /* (num_rows,); NULL: all rows, in order */
-    const int32_t *open_blocks;  /* (num_seqs,), of the block of its rows; with sealed layers */
+    const int32_t *open_blocks;  /* (num_seqs,), of the rows' block; with sealed layers */
     const int32_t *state_slots;  /* (num_seqs,); with recurrent layers */
     const int32_t *adapter_slots; /* (num_seqs,), index into adapters, negative: none; or NULL */
     const ap_adapter *adapters;   /* (num_adapters,) */
@@ -283,7 +283,7 @@ typedef struct {
                          * stream before the first layer of a part without an embedding */
     float *streams;     /* (num_rows, hidden_size), the stream before the last norm, or after the
                          * last layer of a part without a head; or NULL */
-    const int32_t *recorded_layers; /* (num_recorded,), before which the stream is recorded */
+    const int32_t *recorded_layers; /* (num_recorded,), the stream is recorded before each */
     float *recorded;                /* (num_tokens, num_recorded, hidden_size) */
     int32_t num_recorded;
     int32_t reserved;
@@ -306,8 +306,8 @@ int32_t ap_abi(void);                 /* AP_ABI of the library */
 const char *ap_build_version(void);   /* version of the package that it was built for */
 int64_t ap_struct_bytes(const char *name); /* sizeof, -1 for an unknown name */
 int32_t ap_isa_supported(int32_t isa); /* 1: built in, and this CPU has it */
-int32_t ap_use_isa(int32_t isa);      /* for all calls from now on; AP_UNSUPPORTED_ISA */
-int32_t ap_current_isa(void);         /* the best supported one before ap_use_isa */
+int32_t ap_use_isa(int32_t isa);      /* for all later calls; or AP_UNSUPPORTED_ISA */
+int32_t ap_current_isa(void);         /* before ap_use_isa: the best supported one */
 
 /* ---- engine ---- */
 /* threads >= 1, the caller's included. A step that would need a larger workspace than
@@ -320,32 +320,33 @@ int64_t ap_workspace_bytes(const ap_engine *engine);
 void ap_engine_watch(ap_engine *engine, uint64_t *progress);
 
 /* ---- ranks ----
- * Each rank is a process with a part of the model: of its heads, its MLPs' middle, its vocabulary.
+ * Each rank is a process with a part of the model: some heads, some of its MLPs' middle, and some
+ * of its vocabulary.
  * All run the same steps; see group.h. Rank 0 leads: it waits for the others, writes the next
  * order, and meets them. */
 int64_t ap_group_bytes(int32_t size, int64_t floats); /* of shared memory; -1: invalid */
-/* memory: zeroed, shared by all ranks. floats: in a slot. processes (size,): descriptors that
- * become readable when their rank ends, negative: not watched; or NULL. */
+/* memory: zeroed, shared by all ranks. floats: the size of a slot. processes (size,): descriptors
+ * that become readable when their rank ends, negative for ranks that are not watched; or NULL. */
 ap_group *ap_group_create(void *memory, int32_t rank, int32_t size, int64_t floats,
                           const int32_t *processes);
 void ap_group_destroy(ap_group *group);
-int32_t ap_group_await(ap_group *group); /* until the others are at the next meeting */
-int32_t ap_group_meet(ap_group *group);  /* and wait for all */
+int32_t ap_group_await(ap_group *group); /* wait until the others reach the next meeting */
+int32_t ap_group_meet(ap_group *group);  /* reach it and wait for all */
 int32_t ap_group_sum(ap_group *group, float *values, int64_t count); /* of all ranks, in place */
-/* One exchange: meet, and return the worst status that a rank brought. What a rank wrote to its
- * slot is then the others' to read, until the end of the next exchange. */
+/* One exchange: meet, and return the worst status of all ranks. The others may then read what a
+ * rank wrote to its slot, until the end of the next exchange. */
 int32_t ap_group_exchange(ap_group *group, int32_t status);
-/* A rank's slot in the present exchange, or in the one before. */
+/* A rank's slot in the current exchange, or in the one before. */
 float *ap_group_slot(const ap_group *group, int32_t rank, int32_t is_before);
-void ap_engine_join(ap_engine *engine, ap_group *group); /* for its steps; NULL leaves it */
+void ap_engine_join(ap_engine *engine, ap_group *group); /* for the engine's steps; NULL: leave */
 
 /* ---- the whole step ----
- * hidden (num_rows, hidden_size): what the head multiplies, under the last norm; logits (num_rows,
- * vocab_size). Either may be NULL: it is not wanted. */
+ * hidden (num_rows, hidden_size): the input of the head, after the last norm; logits (num_rows,
+ * vocab_size). Either may be NULL if it is not wanted. */
 int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
                 const ap_batch *batch, float *hidden, float *logits);
 
-/* Check a step, and take its workspace: `ap_step` will not lack memory for it. */
+/* Check a step and reserve its workspace, so that `ap_step` does not run out of memory. */
 int32_t ap_make_room(ap_engine *engine, const ap_model *model, const ap_cache *cache,
                      const ap_batch *batch);
 
@@ -357,8 +358,8 @@ int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, i
  * Factors of adapters may be AP_INT8 there, with the input_order of this linear. */
 const ap_linear *ap_quantized_at(const ap_model *model, int32_t layer, int32_t place);
 
-/* The experts of one layer alone, where the rest of the model is somewhere else. Of `experts` the
- * router's num_experts and top_k count, gate, up and down; no row depends on the others. */
+/* Run the experts of one layer for a caller that computes the rest of the model elsewhere. It uses
+ * the router's num_experts and top_k, gate, up and down. No row depends on the others. */
 int32_t ap_run_experts(ap_engine *engine, const ap_experts *experts, const ap_gating *gating,
                        const ap_routed *routed);
 
@@ -368,20 +369,20 @@ int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int3
                   const ap_sampling *sampling, int64_t *tokens);
 
 /* Score a token per row: targets (num_rows,). chosen (num_rows,): its log probability; top_logprobs
- * and top_ids (num_rows, top): the likeliest tokens, likeliest first, of equals the lowest id. NaN
- * and 0 in a row that ap_sample would not choose from. */
+ * and top_ids (num_rows, top): the likeliest tokens, likeliest first, equal ones by rising id. They
+ * are NaN and 0 in a row that ap_sample would not choose from. */
 int32_t ap_score(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
                  const int64_t *targets, int32_t top, float *chosen, float *top_logprobs,
                  int64_t *top_ids);
 
-/* Ban tokens in some rows of logits (..., vocab_size): those without a bit in words (num_masks,
- * words_stride), of which token 32 * w + i has bit i of word w, become -inf. */
+/* Ban tokens in some rows of logits (..., vocab_size): a token becomes -inf if its bit in words
+ * (num_masks, words_stride) is 0. Token 32 * w + i has bit i of word w. */
 void ap_mask_logits(float *logits, int32_t vocab_size, int32_t num_masks, const int64_t *rows,
                     const uint32_t *words, int32_t words_stride);
 
-/* ---- what a model and a cache are made with ---- */
-/* Lay out row-major codes in the tiles of `linear`, whose codes, scales and offsets are written
- * here; the sources are laid out as in PackedWeight: codes (out, in * bits / 8), scales and offsets
+/* ---- packing weights, sizing caches ---- */
+/* Lay out row-major codes in tiles: writes the codes, scales and offsets of `linear`. The sources
+ * are laid out as in PackedWeight: codes (out, in * bits / 8), scales and offsets
  * (out, in / source_group) in source_scale_format. source_group is a multiple of linear->group.
  * Float formats: codes (out, in) elements of linear->format. Scales of AP_E8M0 are bytes in the
  * source, too. */
@@ -389,7 +390,7 @@ int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *c
                        const void *scales, const void *offsets, int32_t source_scale_format,
                        int32_t source_group);
 /* The same for rows of a GGML type's blocks, as GGUF files store them: (out, in / inputs of a
- * block) blocks. The format, kind, scales and group of `linear` are those of the type. */
+ * block) blocks. The format, kind, scales and group of `linear` must be those of the type. */
 int32_t ap_linear_pack_ggml(ap_engine *engine, const ap_linear *linear, int32_t type,
                             const void *blocks);
 int64_t ap_page_bytes(int32_t format, int32_t head_dim); /* multiple of 64; -1: unsupported */

@@ -63,7 +63,8 @@ static visible_tokens before_block(const ap_cache *cache, visible_tokens seen) {
     return (visible_tokens){seen.first < own ? seen.first : own, own};
 }
 
-/* Calls for all blocks must come in the same order; `all` counts blocks and what they need. */
+/* Count a block, its chunks and its parts in `all`; with `blocks`, also store it and its chunks.
+ * Both passes must visit the blocks in the same order. */
 static void place_block(const attention_block *block, int64_t quota, attention_size *all,
                         attention_block *blocks, attention_chunk *chunks) {
     int32_t splits = block->end_split - block->first_split;
@@ -149,7 +150,8 @@ static int64_t attend_bytes(const ap_engine *engine, const ap_attention *a, cons
     return place_run(engine, a, size, NULL, NULL);
 }
 
-/* Divide the tokens that a sealed layer's rows see into blocks and the open block. */
+/* Divide the tokens that a sealed layer's rows see into those of sealed blocks and of the open
+ * block. */
 static void open_last_block(const attention_run *run, const attention_block *block, float scale,
                             attention_scratch *scratch) {
     query_block *b = &scratch->block, *open = &scratch->open;
@@ -228,7 +230,7 @@ static void attend_chunk(void *context, int32_t number, int32_t worker) {
     bool of_open = sealed && chunk->split == end;
     attend_split(of_open ? &scratch->open : b, of_open ? 0 : chunk->split, scratch,
                  partials + (chunk->split - block->first_split) * stride);
-    /* the last thread to end merges */
+    /* the last thread to finish merges */
     if (atomic_fetch_sub_explicit(&block->left, 1, memory_order_acq_rel) > 1) return;
     for (int32_t split = block->first_split; split < end; split++)
         merge_split(b, split, partials + (split - block->first_split) * stride, scratch->merged,

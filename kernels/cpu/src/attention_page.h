@@ -53,8 +53,8 @@ INLINE float highest_magnitude(const float *x, int32_t count) {
     return magnitude < INFINITY ? magnitude : NAN;
 }
 
-/* NaN if one of these magnitudes is, else 0. Added to all scales of a token, it keeps values that
- * are not finite from turning into numbers. */
+/* NaN if one of these magnitudes is NaN, else 0. It is added to all scales of a token, so that
+ * values that are not finite become NaN. */
 INLINE float not_finite(float of_key, float of_value) { return of_key * 0.0f + of_value * 0.0f; }
 
 /* Store x rounded to float16, saturated; return the stored value. */
@@ -110,7 +110,7 @@ static void quantize_fp8(const float *x, int32_t count, float inverse, uint8_t *
         float scaled = x[i] * inverse, magnitude = fabsf(scaled);
         uint32_t sign = scaled < 0.0f ? 128 : 0, bits, small;
         magnitude = magnitude > 448.0f ? 448.0f : magnitude;
-        float steps = magnitude * 512.0f + VI_BIAS_FLOAT; /* below 2^-6 codes count 2^-9 */
+        float steps = magnitude * 512.0f + VI_BIAS_FLOAT; /* below 2^-6 codes are steps of 2^-9 */
         memcpy(&bits, &magnitude, sizeof bits);
         memcpy(&small, &steps, sizeof small);
         uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
@@ -169,11 +169,11 @@ static void write_nibble_value(uint8_t *page, const ap_page *at, int32_t dim, in
                                const float *value, float check) {
     uint8_t codes[MAX_HEAD_DIM + 16], *scales = page + at->value_scales + 2 * lane;
     quantize_nibbles(value, dim, check, codes, scales, scales + 32);
-    memset(codes + dim, 0, 16); /* the partners of an odd number of 16 dimensions */
+    memset(codes + dim, 0, 16); /* pads an odd number of groups of 16 dimensions */
     int32_t pairs = (dim + 31) / 32;
     uint8_t *values = page + at->values + lane / 4 * 64 * pairs + lane % 4;
     for (int32_t i = 0; i < 16 * pairs; i += 8) {
-        uint64_t low, high; /* eight codes each; byte by byte, the loop compiles for seconds */
+        uint64_t low, high; /* eight codes each; a loop over bytes takes seconds to compile */
         const uint8_t *eight = codes + i + i / 16 * 16;
         memcpy(&low, eight, 8);
         memcpy(&high, eight + 16, 8);

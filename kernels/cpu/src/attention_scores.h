@@ -1,10 +1,10 @@
 /* Scores of query rows against the keys of pages: q . k * scale, one vector a page and row.
  *
  * Float keys are multiplied in the order of the dimensions. For integer keys the query becomes
- * integers of 14 bits in two parts from -64 to 64: 128 * high + low. For sealed keys it has 8 bits
- * and is quantized for each block: the squared error of that is at most a tenth of the keys' own,
- * with a head_dim of 64. Integer sums are exact, so the result does not depend on the number of
- * rows and pages that are multiplied together.
+ * integers of 14 bits in two parts from -64 to 64: 128 * high + low. For sealed keys the query has
+ * 8 bits and is quantized anew for each block; its squared error is at most a tenth of the keys'
+ * own, with a head_dim of 64. Integer sums are exact, so the result does not depend on the number
+ * of rows and pages that are multiplied together.
  */
 #ifndef AP_ATTENTION_SCORES_H
 #define AP_ATTENTION_SCORES_H
@@ -20,7 +20,7 @@ enum {
     SEALED_QUERY_HIGHEST = 127,
 };
 
-#define LOG2_E 1.44269504088896341f /* scores are powers of 2 */
+#define LOG2_E 1.44269504088896341f /* scores are exponents of 2 */
 
 /* The query of a row, and the factors of its scores. */
 typedef struct {
@@ -55,7 +55,7 @@ INLINE void integer_query(const float *x, float highest, int32_t dim, float scal
     row->sum = vi_sum(sum);
 }
 
-/* Prepare a row's query, rotated as the keys are; keys sealed by dimension need one per block: see
+/* Prepare a row's query, rotated as the keys are. Keys of AP_SEALED need a query per block: see
  * `seal_query`. */
 static void prepare_query(int format, const float *x, int32_t dim, float scale, int8_t *parts,
                           query_row *row) {
@@ -70,8 +70,8 @@ static void prepare_query(int format, const float *x, int32_t dim, float scale, 
     integer_query(x, highest_magnitude(x, dim), dim, scale, parts, row);
 }
 
-/* Prepare a row's query for one sealed block: it takes up the scales of the keys, and one number
- * their offsets. pages: the block's two; codes has room for dim. */
+/* Prepare a row's query for one sealed block: multiply it by the keys' scales, and reduce their
+ * offsets to one number. page: the block's two; codes has room for dim. */
 INLINE void seal_query(const query_row *row, const uint8_t *const *page, int32_t at, int32_t dim,
                        int8_t *codes, query_row *out) {
     const uint16_t *scales = (const uint16_t *)(const void *)(page[0] + at);
@@ -129,8 +129,8 @@ INLINE void prefetch_ahead(const int pages, const uint8_t *const *page, int32_t 
 }
 
 /* Score a constant number of rows against a constant number of pages. A row's scores are MOST_ROWS
- * vectors apart from page to page. Sum i is of row i % rows and page i / rows: compilers unroll a
- * loop that is not nested early enough to keep the sums in registers. */
+ * vectors apart from page to page. Sum i belongs to row i % rows and page i / rows: compilers
+ * unroll such a flat loop early enough to keep the sums in registers. */
 INLINE void float_scores(int format, const int rows, const int pages, const query_row *row,
                          const uint8_t *const *page, int32_t dim, float *scores) {
     vfloat sum[16];

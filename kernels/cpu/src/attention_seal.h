@@ -25,7 +25,7 @@ static void read_int8(const uint8_t *page, const ap_page *at, int32_t dim, float
         }
 }
 
-/* Quantize keys (32, head_dim), not finite if `check` is NaN, into two pages. */
+/* Quantize keys (32, head_dim) into two pages; `check` is 0, or NaN if a key is not finite. */
 static void seal_keys(uint8_t *const page[2], const ap_page *at, int32_t dim, const float *keys,
                       float check) {
     uint8_t codes[SEALED_TOKENS][MAX_HEAD_DIM];

@@ -13,8 +13,8 @@ enum { HIGHEST_AT = 0, SUM_AT = 16, VALUES_AT = 32 };
 
 INLINE int32_t partial_stride(int32_t head_dim) { return VALUES_AT + head_dim; }
 
-/* Rows of one KV head that read its pages together: those of blocks, and in a sealed layer then
- * those of the open block. */
+/* Rows of one KV head that read its pages together. In a sealed layer there are two: one for the
+ * pages of sealed blocks, then one for those of the open block. */
 typedef struct {
     const ap_attention *attention;
     page_store store;
@@ -22,7 +22,7 @@ typedef struct {
     int32_t kv_head;
     int32_t rows;
     const int32_t *block_table;
-    visible_tokens any; /* of its rows */
+    visible_tokens any; /* that any of its rows sees */
     visible_tokens seen[MOST_ROWS];
     query_row query[MOST_ROWS];
     float *out[MOST_ROWS];
@@ -71,8 +71,8 @@ typedef struct {
     int32_t first_tile; /* page that its first tile begins at */
 } split_pages;
 
-/* Find them, and those of a further tile to prefetch. Tiles at the beginning and the end are filled
- * up with the nearest page, whose scores are not read. */
+/* Find a split's pages, and those of one more tile to prefetch. The first and the last tile are
+ * padded with the nearest page; the scores of this padding are not read. */
 static split_pages find_pages(const query_block *b, int32_t split, const uint8_t **page) {
     int32_t pages_in_block = b->store.pages, origin = split * SPLIT_PAGES;
     int32_t first = b->any.first / AP_LANES - origin;

@@ -28,8 +28,8 @@ INLINE bool sees_all(visible_tokens seen, int32_t token, int32_t count) {
     return seen.first <= token && token + count <= seen.last;
 }
 
-/* The highest score of a row in all lanes; scores: page after page. With a cap c the scores come
- * divided by c and become c * tanh; without one they stay. */
+/* The highest score of a row, in all lanes; `scores` lie page after page. With a cap c they arrive
+ * divided by c, and become c * tanh(score). */
 static vfloat highest_score(float *scores, int32_t pages, int32_t token, visible_tokens seen,
                             float cap) {
     vfloat highest = vf_set(-INFINITY);

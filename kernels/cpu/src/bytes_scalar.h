@@ -43,8 +43,8 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
     return DOT(sum_narrow, of_signed, b, four);
 }
 #undef DOT
-/* Running sums over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
- * products of at most 15 * 127 fits, and that of 8 of at most 24 * 127, after 16 inputs. */
+/* Running sums over 32 inputs: begin, add four inputs at a time, end. They have 16 bits: over 32
+ * inputs 16 products of at most 15 * 127 fit, over 16 inputs 8 of at most 24 * 127. */
 typedef struct { s8 a, b, c, d; } vpart;
 INLINE vpart vp_begin(vint acc) { return (void)acc, (vpart){}; }
 INLINE s8 add_products(s8 part, products p) { return part + p.even + p.odd; }

@@ -10,14 +10,14 @@
 struct ap_engine {
     ap_pool *pool;
     int64_t max_workspace_bytes; /* 0: no limit */
-    int64_t workspace_bytes;     /* what is allocated */
+    int64_t workspace_bytes;     /* allocated */
     int64_t workspace_used;
     char *workspace;
     uint64_t *progress; /* of a watcher, or NULL */
     ap_group *group;    /* of this process; NULL without other ranks */
 };
 
-/* Show a watcher that the step goes on. */
+/* Show a watcher that the step makes progress. */
 static inline void ap_advance(ap_engine *engine) {
     if (engine->progress) __atomic_fetch_add(engine->progress, 1, __ATOMIC_RELAXED);
 }

@@ -161,7 +161,7 @@ static void prepare_pair(void *context, int32_t pair) {
     prepare_row(&c->inputs[place], pair - c->first[place]);
 }
 
-/* Do the same for a row that experts read, from which floats are copied. */
+/* Prepare a pair's input for its expert's first linears; float forms get a copy of the row. */
 static void gather_pair(void *context, int32_t pair) {
     step_state *s = context;
     chosen_experts *c = &s->chosen;
@@ -174,8 +174,8 @@ static void gather_pair(void *context, int32_t pair) {
                    (size_t)width * sizeof(float));
 }
 
-/* Write a row's inputs of its experts, multiplied by their weights, where their outputs will be,
- * which are then summed as they are. */
+/* Multiply a row by the weight of each of its experts, and write these inputs to the buffer of
+ * outputs. The weights become 1: the outputs are summed as they are. */
 static void weigh_row(void *context, int32_t row) {
     step_state *s = context;
     chosen_experts *c = &s->chosen;
@@ -205,7 +205,7 @@ static void gather_inputs(step_state *s, int32_t pairs) {
 
 /* ---- adding up ---- */
 
-/* Norm what a row's chosen experts say, and add it to what the layer's MLP says. */
+/* Norm the output of a row's chosen experts, and add it to the output of the layer's MLP. */
 static void norm_chosen_row(void *context, int32_t row) {
     step_state *s = context;
     int32_t width = s->model->hidden_size;
@@ -214,7 +214,7 @@ static void norm_chosen_row(void *context, int32_t row) {
     add_row(s->added + (int64_t)row * width, normed, width);
 }
 
-/* What a row's chosen experts say, from element i on, weighted and summed. */
+/* The weighted sum of a row's chosen experts' outputs, in 16 elements from i on. */
 static vfloat said_by_chosen(const chosen_experts *c, int32_t row, int32_t top_k, int32_t i) {
     vfloat sum = vf_zero();
     for (int32_t k = 0; k < top_k; k++) {
@@ -226,7 +226,7 @@ static vfloat said_by_chosen(const chosen_experts *c, int32_t row, int32_t top_k
     return sum;
 }
 
-/* Do it for a whole row of latents, in place of what the experts read. */
+/* Write this sum for a whole row of latents, over the experts' inputs. */
 static void combine_latent_row(void *context, int32_t row) {
     step_state *s = context;
     const chosen_experts *c = &s->chosen;
@@ -265,7 +265,7 @@ static void combine_row(void *context, int32_t row) {
     if (experts->output_norm.weight && !s->part) norm_chosen_row(s, row);
 }
 
-/* Expects each row's experts and their weights in `chosen`, and what the experts read. */
+/* Expects each row's experts, their weights and their input in `chosen`. */
 static void run_chosen(step_state *s) {
     const ap_experts *experts = s->layer->experts;
     chosen_experts *c = &s->chosen;
@@ -293,7 +293,7 @@ static void run_chosen(step_state *s) {
     for_rows(s->engine, is_latent(experts) ? combine_latent_row : combine_row, s, s->rows);
 }
 
-/* Expects the router's logits, the shared expert's output in `added`, and latents if there are. */
+/* Expects the router's logits, the shared expert's output in `added`, and latents if any. */
 static void run_experts(step_state *s) {
     s->chosen.rows = is_latent(s->layer->experts) ? s->chosen.latent : s->normed;
     for_rows(s->engine, route_row, s, s->rows);
@@ -330,7 +330,7 @@ static ap_status run_routed(ap_engine *engine, const ap_experts *experts, const 
     claim claims[EXPERT_CLAIMS];
     int32_t count = expert_claims(&s, &w, claims);
     if (claim_all(engine, claims, count)) return AP_NO_MEMORY;
-    /* read, or written to only with a norm of what the experts say */
+    /* only read: only a norm of the experts' output would write here */
     s.normed = (float *)routed->hidden;
     s.chosen.rows = routed->hidden;
     s.stream = s.added = s.part = routed->out;

@@ -11,11 +11,11 @@ typedef enum {
     AP_BF16 = 2,
     AP_INT8 = 3,
     AP_INT4 = 4,
-    AP_SEALED = 5, /* caches only, like those below: 4 bits, keys by dimension over a block */
+    AP_SEALED = 5, /* caches only, like the next two: 4 bits, keys by dimension over a block */
     AP_FP8 = 6,    /* E4M3 */
     AP_K8V4 = 7,   /* keys of 8 bits, values of 4; sealed, too */
     AP_NUM_FORMATS = 8, /* of caches */
-    AP_E2M1 = 8,   /* weights only, like those below: 4-bit floats */
+    AP_E2M1 = 8,   /* weights only, like all below: 4-bit floats */
     AP_INT2 = 9,
     AP_INT3 = 10,
     AP_INT5 = 11,
@@ -23,8 +23,8 @@ typedef enum {
     AP_IQ4 = 13, /* 4 bits, indices of the 16 values of GGML's IQ4_NL */
 } ap_format;
 
-/* Formats of scales besides AP_F16 and AP_F32. Those of a GGML type are as in its blocks of 256
- * inputs: integers of a few bits, times one or two halves of the block. */
+/* Formats of scales besides AP_F16 and AP_F32. A GGML type's scales are stored as in its blocks of
+ * 256 inputs: integers of a few bits, times one or two halves (float16) of the block. */
 typedef enum {
     AP_SCALES_NONE = 31, /* all are 1: AP_INT8 and AP_CENTERED only, as in factors of adapters */
     AP_E8M0 = 32,      /* a byte: a power of two */
@@ -73,8 +73,8 @@ typedef enum {
  *            output j, input 4v + t
  *   AP_F32, AP_F16, AP_BF16  (in, 16) elements: element [k][j] is output j, input k
  * Scales and offsets of integer weights: (tiles, in / group, 16), AP_F16 or AP_F32, or bytes of
- * AP_E8M0. Those of a GGML type: (tiles, in / 256) records of its integers, (bytes, 16), and of its
- * one or two halves, (16,) each; the offsets are in these records.
+ * AP_E8M0. Of a GGML type: (tiles, in / 256) records, which also hold the offsets. A record is the
+ * type's integers, (bytes, 16), then its one or two halves, (16,) each.
  */
 typedef struct {
     int32_t format;       /* ap_format of the codes */

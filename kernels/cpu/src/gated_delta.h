@@ -1,9 +1,9 @@
 /* The gated delta rule (arXiv 2412.06464): each value head has a state that maps keys to values.
  *
- * A row multiplies the state by its decay, corrects the value that it maps the row's key to by a
- * share of the error, and reads it with the row's query. Rows are processed one by one, in prompts
- * as in answers: so the result does not depend on how a prompt is cut, and the rows are passed
- * over once less than in the chunked form.
+ * A row multiplies the state by its decay, corrects the value at the row's key by a share of the
+ * error, and reads the state with the row's query. Rows are processed one by one, in prompts as in
+ * answers, so the result does not depend on how a prompt is cut. This takes one pass over the rows
+ * less than the chunked form.
  */
 #ifndef AP_GATED_DELTA_H
 #define AP_GATED_DELTA_H
@@ -15,7 +15,7 @@ typedef struct {
     float share; /* of the error that is corrected */
 } delta_rates;
 
-/* Update the state by some columns of one row; the state has `stride` columns. */
+/* Update some columns of the state by one row; the state has `stride` columns. */
 INLINE void delta_row(const float *query, const float *key, const float *value, delta_rates rates,
                       float *state, int32_t key_dim, int64_t stride, int32_t vectors, float *out) {
     vfloat sums[STATE_SUMS][STATE_VECTORS];
@@ -49,7 +49,7 @@ INLINE void delta_row(const float *query, const float *key, const float *value, 
                  vf_add(vf_add(sums[0][v], sums[1][v]), vf_add(sums[2][v], sums[3][v])));
 }
 
-/* Process some columns of a value head and all rows of a sequence. */
+/* Process all rows of a sequence in some columns of a value head. */
 static void delta_part(void *context, const state_span *span, int32_t part) {
     step_state *s = context;
     const ap_gated_delta *d = s->layer->gated_delta;
@@ -81,7 +81,7 @@ static void delta_part(void *context, const state_span *span, int32_t part) {
     put_columns_back(&c);
 }
 
-/* Scale a vector to the length `length`. */
+/* Scale a vector to a length. */
 static void set_length(float *x, int32_t width, float length) {
     scale_row(x, length / sqrtf(sum_of_squares(x, width) + 1e-6f), width);
 }

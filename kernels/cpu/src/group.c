@@ -26,7 +26,7 @@
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t arrived; /* meetings that it has reached */
     _Atomic uint32_t sleepers;               /* ranks that sleep until it reaches the next */
-    int32_t status[2];                       /* that it brought, by exchange */
+    int32_t status[2];                       /* its status in even and odd exchanges */
 } rank_line;
 
 struct ap_group {
@@ -85,7 +85,7 @@ static void sleep_until_arrival(rank_line *line, uint32_t value) {
 
 static void arrive(ap_group *group) {
     rank_line *own = &group->lines[group->rank];
-    /* sequentially consistent with `sleepers`: a sleeper saw the old value, or is seen here */
+    /* sequentially consistent with `sleepers`: a sleeper sees the new value, or is seen here */
     atomic_store(&own->arrived, group->meetings);
     if (atomic_load(&own->sleepers))
         syscall(SYS_futex, (uint32_t *)&own->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);

@@ -1,4 +1,4 @@
-/* Conversions between float and the 16-bit formats, without instructions for them. */
+/* Conversions between float and the 16-bit formats, in plain C. */
 #ifndef AP_HALF_H
 #define AP_HALF_H
 

@@ -2,7 +2,7 @@
  *
  * A token's cache is its latent followed by a rotated key; the first half takes the place of a
  * head's keys in a page, the second that of its values. Queries are mapped into the latents' space
- * and results out of it, head by head, so that keys and values of heads are never made. A row's
+ * and results out of it, head by head, so heads' keys and values are never computed. A row's
  * tokens are summed page by page from the first, so that no bit depends on how a prompt is cut or
  * on other sequences.
  */

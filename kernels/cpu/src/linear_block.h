@@ -1,4 +1,4 @@
-/* Shared by all kernels for linears: the loop over blocks, and the place of results. */
+/* Shared by all kernels for linears: the loop over blocks, and the storing of results. */
 #ifndef AP_LINEAR_BLOCK_H
 #define AP_LINEAR_BLOCK_H
 
@@ -9,8 +9,8 @@
 /* Bytes that codes are prefetched ahead: with 1024 one thread read an eighth slower. */
 #define PREFETCH_BYTES 4096
 
-/* Addresses of pieces of memory that will be read soon, and come into the second-level cache while
- * a weight of integers is multiplied. */
+/* Addresses of pieces of memory that will be read soon; they are prefetched into the second-level
+ * cache while an integer weight is multiplied. */
 typedef struct {
     const char *const *next;
     const char *const *end;

@@ -20,7 +20,7 @@ INLINE vfloat load_elements(const void *codes, ptrdiff_t index, int format) {
     return vf_load((const float *)codes + index);
 }
 
-/* Multiply a row by a single tile, as an adapter's shrinking factors often are. */
+/* Multiply a row by a single tile; an adapter's shrinking factors often have only one. */
 INLINE void multiply_last_tile(const multiplication *m, int format, const float *x, int32_t tile) {
     const uint8_t *codes = tile_codes(m->w, tile);
     const ptrdiff_t element = format == AP_F32 ? 4 : 2;

@@ -9,7 +9,7 @@
 
 #include "linear_block.h"
 
-/* the most whose integer and float sums fit the registers */
+/* the most rows whose integer and float sums fit the registers */
 #if VECTORS >= 32
 #define REGISTER_ROWS 12
 #elif VECTORS >= 8
@@ -21,7 +21,7 @@
 /* Only E2M1 has scales of E8M0: the constant format removes the test for all others. */
 INLINE vfloat load_scale(const void *scales, int64_t index, int32_t scale_format, int format) {
     if (scale_format == AP_F16) return vf_load_half((const uint16_t *)scales + index);
-    if (format == AP_E2M1 && scale_format == AP_E8M0) /* codes count halves */
+    if (format == AP_E2M1 && scale_format == AP_E8M0) /* a code is twice its value */
         return vf_mul(vf_load_e8m0((const uint8_t *)scales + index), vf_set(0.5f));
     return vf_load((const float *)scales + index);
 }
@@ -93,8 +93,8 @@ INLINE void add_dots_bytes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_st
     }
 }
 
-/* m->rows is `rows`, a constant like `format`, so that the sums stay in registers. Each sum has the
- * same float operations in the same order for any of these. */
+/* m->rows is `rows`, a constant like `format`, so that the sums stay in registers. Each sum takes
+ * the same float operations in the same order for any number of rows. */
 INLINE void multiply_integer(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
     const int32_t groups = num_groups(w), sixteens = w->group / INPUTS_PER_SCALE;
@@ -136,7 +136,7 @@ INLINE void multiply_integer(const multiplication *m, int format, int rows) {
     }
 }
 
-/* Add products of 16 inputs and whole tiles of bytes without scales. */
+/* Add the products of 16 inputs by whole tiles of bytes without scales. */
 INLINE void expand_codes(const multiplication *m, int rows) {
     const ptrdiff_t beside = block_rows(m->in, m->row), stride = m->out_stride;
     const uint8_t *codes = tile_codes(m->w, m->tile);

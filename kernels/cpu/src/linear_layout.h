@@ -55,7 +55,7 @@ static inline int32_t middle_code(int32_t format) { return 1 << (format_bits(for
 
 #define SUPERBLOCK 256 /* inputs whose scales are one record */
 
-/* bytes of one output in a record, halves included; 0: scales are in no records */
+/* bytes of one output in a record, halves included; 0 if the scales are not in records */
 static inline int32_t record_bytes(int32_t scale_format) {
     switch (scale_format) {
         case AP_SCALES_Q2_K:

@@ -1,7 +1,8 @@
 /* Multiplies rows by the weights of GGML's types: codes of 2 to 6 bits in planes, or indices of a
  * table; the scales of 256 inputs at a time are made from integers and halves.
  *
- * Sums are those of linear_integer.h, in the same order; only codes and scales come from elsewhere.
+ * Sums are those of linear_integer.h, in the same order; only codes and scales are loaded
+ * differently.
  */
 #ifndef AP_LINEAR_PLANES_H
 #define AP_LINEAR_PLANES_H

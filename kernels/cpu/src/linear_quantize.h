@@ -16,8 +16,8 @@
 typedef struct {
     float scale; /* x = code * scale, about */
     float lift;  /* -VI_BIAS_FLOAT * scale, see vf_unbias */
-    float sum;   /* scale * the sum of the codes; of the first in a group, all of the group's */
-    /* initial value of a dot product, which so ends at VI_BIAS + the sum */
+    float sum;   /* scale * the sum of the codes; in a group's first: the total over the group */
+    /* initial value of a dot product, so that it ends at VI_BIAS + the sum */
     int32_t start_centered_nibbles;
     int32_t start_centered_bytes;
     int32_t start_bytes;
@@ -68,15 +68,15 @@ INLINE row_scale *row_scales(const rows_in *in, int32_t row, int32_t width) {
 #define LARGEST_INPUT 0x1p100f
 #define SMALLEST_INPUT 0x1p-100f
 
-/* 16 inputs; four codes at a time, `apart` bytes from four to four */
+/* Quantize 16 inputs; stores the codes in fours, which begin `apart` bytes apart. */
 static void quantize_inputs(const float *x, int8_t *codes, int32_t apart, row_scale *out) {
     vfloat inputs = vf_load(x);
     float largest = from_bits((uint32_t)vi_highest(vi_magnitude_bits(inputs)));
     float scale = 0.0f;
-    vint code = vi_zero(); /* also if x has no integer */
+    vint code = vi_zero(); /* stays if the inputs are out of bounds */
     if (largest >= SMALLEST_INPUT && largest <= LARGEST_INPUT) {
         code = vi_round(vf_mul(inputs, vf_set(127.0f / largest)));
-        /* two bits shorter, so that three times it is a float and `lift` exact */
+        /* two bits shorter, so that 3 * scale is a float and `lift` is exact */
         scale = from_bits((to_bits(largest / 127.0f) + 2u) & ~3u);
     } else if (!(largest < SMALLEST_INPUT)) {
         scale = NAN; /* which the engine finds in the result */

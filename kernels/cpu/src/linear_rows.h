@@ -7,7 +7,7 @@
 
 static float element_at(const void *elements, int64_t index, int32_t format) {
     if (format == AP_F32) return ((const float *)elements)[index];
-    if (format == AP_E8M0) { /* codes count halves */
+    if (format == AP_E8M0) { /* a code is twice its value */
         uint32_t exponent = ((const uint8_t *)elements)[index];
         return 0.5f * from_bits(exponent ? exponent << 23 : E8M0_ZERO);
     }
@@ -15,7 +15,7 @@ static float element_at(const void *elements, int64_t index, int32_t format) {
     return format == AP_F16 ? half_to_float(bits) : bfloat_to_float(bits);
 }
 
-/* the code of input k, or its value in E2M1; codes is that of input 0 in a tile */
+/* the code of input k, in E2M1 twice its value; `codes` begins at input 0 */
 static float code_at(const uint8_t *codes, int32_t k, int32_t format) {
     static const float twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     if (format == AP_INT8) return (float)codes[k / 4 * 64 + k % 4];

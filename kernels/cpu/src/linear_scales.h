@@ -95,8 +95,8 @@ static void scales_of_record(const ap_linear *w, const uint8_t *record, block_sc
     }
 }
 
-/* Convert those of at most 256 inputs from `first` on, a multiple of 256. Not inlined, as every
- * kernel calls it. */
+/* Convert the scales and offsets of at most 256 inputs from `first` on, a multiple of 256. Not
+ * inlined, as every kernel calls it. */
 static __attribute__((noinline)) void load_block_scales(const ap_linear *w, int32_t tile,
                                                         int32_t first, block_scales *out) {
     if (record_bytes(w->scale_format)) {

@@ -11,7 +11,7 @@
 #include "group.h"
 #include "state_columns.h"
 
-/* Update the state by some columns of one row; the state has `stride` columns, and `size`
+/* Update some columns of the state by one row; the state has `stride` columns, and `size`
  * multiplies the values. */
 INLINE void scan_row(const float *query, const float *key, const float *value, float size,
                      float decay, float *state, int32_t state_dim, int64_t stride, int32_t vectors,
@@ -38,7 +38,7 @@ INLINE void scan_row(const float *query, const float *key, const float *value, f
     }
 }
 
-/* Process some columns of a head and all rows of a sequence. */
+/* Process all rows of a sequence in some columns of a head. */
 static void scan_part(void *context, const state_span *span, int32_t part) {
     step_state *s = context;
     const ap_mamba2 *m = s->layer->mamba2;
@@ -100,7 +100,7 @@ static void scan_outputs_row(void *context, int32_t row) {
     }
 }
 
-/* Gate the heads of a part of a group, and give the ranks the sum of their squares. */
+/* Gate this rank's heads of a group, and write the sum of their squares to its slot. */
 static void scan_part_outputs_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_mamba2 *m = s->layer->mamba2;
@@ -110,7 +110,7 @@ static void scan_part_outputs_row(void *context, int32_t row) {
     sums[m->split_group] = sum_of_squares(gate_heads(s, row), m->num_heads * m->head_dim);
 }
 
-/* Norm the heads of a part of a group by the sum of all parts; ranks add in the same order. */
+/* Norm this rank's heads of a group by the sum of all ranks; each rank adds in the same order. */
 static void norm_part_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_mamba2 *m = s->layer->mamba2;
@@ -149,7 +149,7 @@ static void run_mamba2(step_state *s, const ap_norm *post_norm) {
     run_scan_outputs(s);
 }
 
-/* True if a part of a group is one of all ranks'. */
+/* True if a rank's part of a group has a valid index and fits the whole group. */
 static bool split_fits(const ap_mamba2 *m) {
     if (!m->split_groups) return true;
     return m->num_groups == 1 && m->split_group >= 0 && m->split_group < m->split_groups &&

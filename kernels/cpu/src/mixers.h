@@ -4,16 +4,16 @@
 
 #define AP_MOST_LATENT 1024
 
-/* Multi-head latent attention, in addition to ap_attention: its qkv are the linear of queries and
- * the one of tokens, a latent and a rotary key. These are the cache's only KV head, whose keys and
- * values, of head_dim each, are the two halves of a token. */
+/* Multi-head latent attention, in addition to ap_attention. Its qkv has two linears: one yields
+ * queries, the other tokens: a latent and a rotary key. Tokens are the cache's only KV head; its
+ * keys and values, of head_dim each, are the two halves of a token. */
 typedef struct {
     int32_t latent;        /* elements that make values */
     int32_t plain_dim;     /* of a query head, before the rotary ones */
     int32_t value_dim;     /* of a head */
     int32_t reserved;
     ap_norm query_norm;    /* of the input of `queries`; weight NULL: qkv yields queries */
-    ap_linear queries;     /* -> query heads; codes NULL likewise */
+    ap_linear queries;     /* -> query heads; codes NULL: the same */
     ap_norm norm;          /* of latents */
     const ap_linear *keys;   /* (num_heads,), of a float format: plain_dim -> latent */
     const ap_linear *values; /* (num_heads,), the same: latent -> value_dim */
@@ -54,15 +54,15 @@ typedef struct {
 } ap_gated_delta;
 
 /* Mamba-2: out(norm((S^T q + skip * v) * silu(gate))), S = exp(-rate * step) S + k (step * v)^T,
- * where step = softplus(x + step_bias). Norms are of groups of heads. A rank may have some heads of
- * a group that others have too; the ranks then sum the squares that the norm is of. */
+ * where step = softplus(x + step_bias). Norms are of groups of heads. Ranks may divide the heads of
+ * a group; they then sum the squares for its norm. */
 typedef struct {
     int32_t num_heads;
     int32_t num_groups;  /* divides num_heads; adjacent heads share a group's key and query */
     int32_t head_dim;    /* a multiple of 16 */
     int32_t state_dim;   /* of a key, the same */
-    int32_t split_groups; /* of all ranks, which have parts of them; 0: groups are whole */
-    int32_t split_group; /* the one of which this rank has a part */
+    int32_t split_groups; /* groups of all ranks, if ranks divide groups; 0: groups are whole */
+    int32_t split_group; /* the group of which this rank has a part */
     int32_t split_width; /* values of a whole group */
     ap_filters filters;  /* of values, keys and queries */
     ap_linear input;     /* hidden -> gates; values, keys and queries; steps */

@@ -17,7 +17,7 @@ static void norm_stream(const step_state *s, const float *stream, float *normed)
         rms_norm_row(stream, s->norm, width, normed);
 }
 
-/* Add the last linear's output to the stream, if it waits for a norm. */
+/* Norm the last linear's output and add it to the stream, if it has a post norm. */
 static void settle_row(void *context, int32_t row) {
     step_state *s = context;
     int32_t width = s->model->hidden_size;
@@ -63,8 +63,8 @@ static void prepare_input_row(void *context, int32_t row) {
     prepare_row(&s->in, row);
 }
 
-/* Norm the stream and multiply it by the linears of a mixer's input; of a head that drafts the
- * first mixer reads both halves of its join. */
+/* Norm the stream and multiply it by the linears of a mixer's input. In a drafting head the first
+ * mixer may read both halves of the join instead. */
 static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
     const ap_linear *linears[MOST_FORMS];
     int32_t count = mixer_linears(s->layer, linears);
@@ -148,7 +148,7 @@ static void run_gate_up(step_state *s) {
     run_linear(s->engine, &section);
 }
 
-/* Multiply normed rows by a linear of the router, or by that into latents. */
+/* Multiply normed rows by a linear of the router, or by the one into latents. */
 static void run_router(step_state *s, const ap_linear *linear, float *out) {
     linear_section section = {
         .linears = {linear},
@@ -211,7 +211,7 @@ static void settle_latent_row(void *context, int32_t row) {
         add_row(s->stream + at, s->added + at, width);
 }
 
-/* Map what the chosen experts say to the stream, beside what the shared one says. */
+/* Map the chosen experts' output from latents back, and add the shared expert's output. */
 static void leave_latent(step_state *s) {
     run_from(s, &s->layer->experts->out_of_latent, AP_NUM_PLACES, s->chosen.latent, s->added,
              has_linear(&s->layer->gate));

@@ -40,7 +40,7 @@ static const ggml_type *find_type(int32_t type) {
 
 /* ---- codes, in the order of the inputs ---- */
 
-/* halves of `run` bytes: their lower nibbles, then their upper ones */
+/* runs of `run` bytes: the lower nibbles of a run, then its upper ones */
 static void nibbles(const uint8_t *from, int32_t run, int32_t count, uint8_t *codes) {
     for (int32_t i = 0; i < count; i++) {
         int32_t byte = i / (2 * run) * run + i % run;

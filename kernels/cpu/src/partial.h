@@ -10,7 +10,7 @@
 #include "group.h"
 #include "step_state.h"
 
-/* The place of this rank's part of some rows' sum; NULL: it is alone, or computes all of it. */
+/* The place for this rank's part of a sum of rows; NULL if this rank computes the whole sum. */
 static float *begin_partial(const step_state *s, bool is_partial) {
     ap_group *group = s->engine->group;
     return is_partial && group ? group_slot(group, group_rank(group)) : NULL;
@@ -41,7 +41,7 @@ static void sum_parts(step_state *s, float *out, bool add) {
     group_turn(s->engine->group);
 }
 
-/* True if the parts of so many rows have room. */
+/* True if a slot has room for the parts of this many rows. */
 static bool parts_fit(const ap_engine *engine, const ap_model *model, int32_t rows) {
     if (!engine->group) return true;
     int64_t floats = group_floats(engine->group);

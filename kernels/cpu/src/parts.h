@@ -5,7 +5,7 @@
 #include "step.h"
 
 typedef struct {
-    step_state s; /* of which only places of rows are in use */
+    step_state s; /* only what locates rows is set */
     const ap_attention *attention;
     const float *qkv; /* (rows, qkv_width) */
     int32_t layer;

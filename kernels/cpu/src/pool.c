@@ -2,13 +2,13 @@
  *
  * A section is one 64-bit word: a count of chunks and the next one to take. A thread takes a chunk
  * by an atomic increment of that word, whose result alone tells if a chunk was left. So a late
- * thread cannot join a section that it does not know: the word does not change its meaning while
- * one of its chunks is taken and not done.
+ * thread cannot mistake one section for another: the word is not replaced while a chunk of its
+ * section is taken and not done.
  *
  * No thread spins for long. The caller takes chunks like all threads, so a worker that sleeps, or
  * has lost its core to another process, takes fewer or none, and the caller waits only for chunks
  * that have been taken. If waiting still costs the caller more than a worker contributes, the pool
- * drops one for a while (see pool_watch.h).
+ * drops a worker for a while (see pool_watch.h).
  */
 #define _GNU_SOURCE /* syscall, sched_getcpu */
 
@@ -65,7 +65,7 @@ static inline uint32_t next_of(uint64_t section) { return section & CHUNK_MASK; 
 static inline uint32_t count_of(uint64_t section) { return section >> NEXT_BITS & CHUNK_MASK; }
 static inline bool has_chunk(uint64_t section) { return next_of(section) < count_of(section); }
 
-/* Take chunks until none is left; return how many, and the section's count if there was one. */
+/* Take chunks until none is left; return how many. *count: the section's, if any was taken. */
 static uint32_t take_chunks(ap_pool *pool, int32_t number, uint32_t *count) {
     for (uint32_t taken = 0;;) {
         /* acquire: the task was written before the section was published */
@@ -111,7 +111,7 @@ static void sleep_as_worker(ap_pool *pool, gate *g, uint32_t value) {
 
 /* Sleep until a section is published. */
 static void sleep_between_sections(ap_pool *pool) {
-    /* A publisher after this flag sees it, and changes the value read before. */
+    /* Whoever publishes after this flag is set sees it, and changes the value read before. */
     uint32_t value = atomic_load_explicit(&pool->sections.value, memory_order_relaxed);
     uint64_t section = atomic_fetch_or_explicit(&pool->section, ASLEEP, memory_order_acq_rel);
     if (!has_chunk(section) && !(section & STOP)) sleep_as_worker(pool, &pool->sections, value);
@@ -123,7 +123,7 @@ static bool is_parked(ap_pool *pool, int32_t number) {
 
 /* Sleep until `active` changes. */
 static void park(ap_pool *pool, int32_t number) {
-    /* acquire: the value brings the `active` stored before it */
+    /* acquire: with the value it sees the `active` stored before it */
     uint32_t value = atomic_load_explicit(&pool->places.value, memory_order_acquire);
     if (is_parked(pool, number)) sleep_as_worker(pool, &pool->places, value);
 }

@@ -13,7 +13,7 @@ typedef struct ap_pool ap_pool;
 /* `worker` is 0 .. threads - 1 and distinct among tasks that run at the same time. */
 typedef void (*ap_task)(void *context, int32_t chunk, int32_t worker);
 
-/* threads: 1 .. 1024, the caller's included; NULL: they cannot be started */
+/* threads: 1 .. 1024, the caller's included; NULL if they cannot be started */
 ap_pool *ap_pool_create(int32_t threads);
 void ap_pool_destroy(ap_pool *pool); /* NULL: nothing */
 int32_t ap_pool_threads(const ap_pool *pool);

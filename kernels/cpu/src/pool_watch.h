@@ -5,9 +5,9 @@
  * caller loses its core inside sections, which its CPU clock shows. That loss is compared with the
  * contribution of one other thread: the chunks that it took, at the cost of the caller's own.
  *
- * A thread too many is parked for a while, twice as long after each failed attempt to use it again.
- * So a process that stays costs little, and the end of one is noticed in about the time that it was
- * there, or less.
+ * A surplus thread is parked for a while, twice as long after each failed attempt to use it again.
+ * So another process that keeps running costs little. When it ends, the pool uses the thread again
+ * after at most about as long as that process ran.
  */
 #ifndef AP_POOL_WATCH_H
 #define AP_POOL_WATCH_H
@@ -19,8 +19,8 @@
 /* nanoseconds */
 #define WATCH_WINDOW 200000          /* in sections, between two readings of the CPU clock */
 #define WATCH_GAP 50000              /* between sections, in which the caller may have slept */
-#define WATCH_CREDIT 1000000         /* net loss that parks a thread, and most gain to offset it */
-#define WATCH_MIN_PENALTY 4000000    /* with one thread fewer */
+#define WATCH_CREDIT 1000000         /* net loss that parks a thread, and the most credit */
+#define WATCH_MIN_PENALTY 4000000    /* of a parked thread */
 #define WATCH_MAX_PENALTY 1024000000 /* the same */
 
 typedef struct {

@@ -1,8 +1,8 @@
-/* Sequences whose state a step carries on: where their rows and their slots are.
+/* Shares work on recurrent states among the threads.
  *
  * Work on states is handed out by sequence and part of a layer (some channels, a head), never by
  * rows: the rows of a sequence go through its state in order, each in the same way, so that no bit
- * depends on how a prompt was cut or on who runs beside it.
+ * depends on how a prompt was cut or on the other sequences.
  */
 #ifndef AP_RECURRENT_H
 #define AP_RECURRENT_H

@@ -34,7 +34,7 @@ static void score_experts(const ap_router *r, float *logits) {
         logits[i] = 1.0f / (1.0f + expf(-logits[i]));
 }
 
-/* Let only the best groups' candidates win; a group is worth its best, or its two best. */
+/* Exclude all groups but the best; a group's score is that of its best, or of its two best. */
 static void close_groups(const ap_router *r, candidate *choice) {
     int32_t width = r->num_experts / r->num_groups;
     candidate groups[AP_MOST_EXPERTS];
@@ -63,7 +63,7 @@ static void route(const ap_router *r, float *logits, int32_t *ids, float *weight
     }
     if (r->num_groups > 1) close_groups(r, choice);
     select_best(choice, r->top_k, r->num_experts);
-    sort_candidates(choice, r->top_k); /* an order of its own, whatever the choice went through */
+    sort_candidates(choice, r->top_k); /* an order that does not depend on the selection */
     for (int32_t i = 0; i < r->top_k; i++) {
         ids[i] = choice[i].id;
         weights[i] = logits[choice[i].id];

@@ -1,8 +1,8 @@
-/* The k best of some scores, and of equal ones those that torch.topk takes on a CPU.
+/* Selects the k best scores; among equal ones, those that torch.topk takes on a CPU.
  *
- * Which of equal scores come in is decided by how C++'s standard algorithms move elements in
- * libstdc++: a partial sort by a heap where k is small, else a quickselect around the median of
- * three. Both are written here after their descriptions; tests compare them with torch. */
+ * Which of the equal scores it takes depends on how the algorithms of libstdc++ move elements: a
+ * partial sort by a heap where k is small, else a quickselect around the median of three. Both are
+ * written here after their descriptions; tests compare them with torch. */
 #ifndef AP_ROUTE_SELECT_H
 #define AP_ROUTE_SELECT_H
 
@@ -17,7 +17,7 @@ typedef struct {
 
 /* torch sorts partially by a heap if this many times k is at most n */
 #define HEAP_SHARE 64
-#define INSERTION_SIZE 3 /* a quickselect ends with an insertion sort of so many */
+#define INSERTION_SIZE 3 /* a quickselect ends with an insertion sort of this many */
 
 /* NaN counts as the highest. */
 static bool is_better(candidate a, candidate b) {
@@ -30,7 +30,7 @@ static void swap_candidates(candidate *a, candidate *b) {
     *b = kept;
 }
 
-/* Put `value` into a heap, the worst on top, whose place `hole` is free: down and up again. */
+/* Put `value` into a heap (worst on top) whose place `hole` is free: sift down, then up. */
 static void sift(candidate *heap, int32_t hole, int32_t size, candidate value) {
     int32_t top = hole;
     while (2 * hole + 2 < size) {
@@ -48,7 +48,7 @@ static void sift(candidate *heap, int32_t hole, int32_t size, candidate value) {
     heap[hole] = value;
 }
 
-/* The k best of n to the front, through a heap of k. */
+/* Move the k best of n to the front, through a heap of k. */
 static void select_by_heap(candidate *c, int32_t k, int32_t n) {
     for (int32_t parent = k / 2 - 1; parent >= 0; parent--) sift(c, parent, k, c[parent]);
     for (int32_t i = k; i < n; i++) {
@@ -59,7 +59,7 @@ static void select_by_heap(candidate *c, int32_t k, int32_t n) {
     }
 }
 
-/* The median of the second, middle and last of n to the front. */
+/* Move the median of the second, middle and last of n to the front. */
 static void median_to_front(candidate *c, int32_t n) {
     candidate *a = c + 1, *b = c + n / 2, *last = c + n - 1;
     bool a_first = is_better(*a, *b);
@@ -93,7 +93,7 @@ static void sort_candidates(candidate *c, int32_t n) {
     }
 }
 
-/* The k best of n candidates to the front, in any order. */
+/* Move the k best of n candidates to the front, in any order. */
 static void select_best(candidate *c, int32_t k, int32_t n) {
     if ((int64_t)k * HEAP_SHARE <= n) {
         select_by_heap(c, k, n);
@@ -101,7 +101,7 @@ static void select_best(candidate *c, int32_t k, int32_t n) {
     }
     int32_t depth = 0;
     for (int32_t left = n; left > 1; left /= 2) depth += 2;
-    int32_t nth = k - 1; /* in what c and n have become */
+    int32_t nth = k - 1; /* an index into the current c */
     while (n > INSERTION_SIZE) {
         if (depth-- == 0) {
             select_by_heap(c, nth + 1, n);

@@ -1,7 +1,7 @@
 /* From a row of logits to a token; kernels/sampling/reference.py is the definition.
  *
- * Weights are float32, their sums float64. No vocabulary is sorted: a threshold is found that the
- * tokens wanted reach and few others, and those are put in order. A row is one task.
+ * Weights are float32, their sums float64. The vocabulary is not sorted as a whole: a threshold is
+ * found that only the wanted tokens and few others reach, and these are sorted. A row is one task.
  */
 #ifndef AP_SAMPLE_H
 #define AP_SAMPLE_H
@@ -9,7 +9,7 @@
 #include "sample_order.h"
 
 #define GREEDY_BELOW 1e-5 /* temperature */
-#define EXP_UNDERFLOW -87.0 /* below it vf_exp is no exponential any more, and a weight 0 */
+#define EXP_UNDERFLOW -87.0 /* below it vf_exp is constant, so weights are 0 */
 
 /* Room for one row at a time. */
 typedef struct {
@@ -23,7 +23,7 @@ typedef struct {
     const float *logits;
     int32_t vocab_size;
     int32_t likeliest;  /* token */
-    double temperature; /* and what follows: as in ap_sampling */
+    double temperature; /* this and the next four: as in ap_sampling */
     int64_t top_k;
     double top_p;
     double min_p;
@@ -64,7 +64,7 @@ static int32_t draw_by_id(sampled_row *r) {
 
 /* ---- by rank ---- */
 
-/* Append those of values[begin .. end) that reach a threshold to `kept`, whose number is returned.
+/* Append those of values[begin .. end) that reach a threshold to `kept`; returns the new count.
  * Without tokens, a value's index is its token. */
 INLINE int32_t append_at_least(const float *values, const int32_t *tokens, int32_t begin,
                                int32_t end, float threshold, float *kept, int32_t *kept_tokens,
@@ -99,7 +99,7 @@ static candidates gather(const sampled_row *r, float threshold) {
     return c;
 }
 
-/* Drop candidates that are not among those of the highest `wanted` mass, though not all such. */
+/* Drop most of the candidates below the likeliest ones that have the `wanted` mass. */
 static void thin_out(const sampled_row *r, candidates *c, const float *weights, float low,
                      double wanted) {
     float threshold =
@@ -110,7 +110,7 @@ static void thin_out(const sampled_row *r, candidates *c, const float *weights, 
 
 /* The top_k likeliest tokens among few others. */
 static candidates top_candidates(const sampled_row *r, int32_t top_k) {
-    /* so many blocks have a maximum that reaches the threshold, hence as many tokens do */
+    /* top_k blocks have a maximum that reaches the threshold, hence at least top_k tokens do */
     int32_t blocks = scan_blocks(r->vocab_size);
     bool by_block = top_k <= blocks;
     float threshold = raised_threshold(by_block ? r->room.maxima : r->logits, NULL,
@@ -132,7 +132,7 @@ static candidates nucleus_candidates(const sampled_row *r, double total) {
     if (c.count <= SPARE) return c;
     float *weights = (float *)r->room.other;
     weigh(c.logits, c.count, r->curve, weights);
-    thin_out(r, &c, weights, low, (r->top_p + 1e-5) * total); /* more than rounding loses */
+    thin_out(r, &c, weights, low, (r->top_p + 1e-5) * total); /* covers rounding */
     return c;
 }
 
@@ -201,7 +201,7 @@ typedef struct {
     int64_t *tokens;
     char *rooms;
     int64_t room_bytes;
-    bool room_of_row; /* else of the worker */
+    bool room_of_row; /* each row has a room; else each worker */
 } sample_job;
 
 static int64_t block_bytes(int32_t vocab_size) {
@@ -230,7 +230,7 @@ static void sample_task(void *context, int32_t row, int32_t worker) {
     job->tokens[row] = choose_token(&r);
 }
 
-/* What a row needs beside its logits: nothing if all are greedy. */
+/* Bytes of a row's room; 0 if all rows are greedy. */
 static int64_t room_bytes(const ap_sampling *sampling, int32_t num_rows, int32_t vocab_size) {
     int64_t most = 0;
     for (int32_t i = 0; i < num_rows; i++) {

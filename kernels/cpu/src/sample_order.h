@@ -4,7 +4,7 @@
 
 #include "sample_scan.h"
 
-/* An integer that is the smaller the earlier a token comes. */
+/* An integer key: the earlier a token comes, the smaller. */
 static uint64_t rank_entry(float logit, int32_t token) {
     return (uint64_t)~order_key(logit) << 32 | (uint32_t)token;
 }

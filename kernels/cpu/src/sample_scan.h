@@ -1,4 +1,4 @@
-/* What sampling asks of a whole row of logits: its maximum, masses, thresholds; all in vectors.
+/* Scans of a whole row of logits for sampling: maximum, masses, thresholds; all in vectors.
  *
  * A row is scanned in blocks, whose maxima tell later scans which blocks to skip.
  */
@@ -55,8 +55,8 @@ static int32_t first_at_least(const float *values, int32_t count, float value) {
     return -1;
 }
 
-/* The first token of the highest logit, or what ap_sample says of a row without one. Writes the
- * maximum of each block, unless maxima is NULL. */
+/* The first token of the highest logit, or for a row without one the code that ap_sample returns.
+ * Writes the maximum of each block, unless maxima is NULL. */
 static int32_t likeliest_token(const float *logits, int32_t vocab_size, float *maxima) {
     float highest = -INFINITY;
     int32_t best_block = 0;
@@ -127,7 +127,7 @@ static double row_mass(const float *logits, int32_t vocab_size, const float *max
 /* Unsigned integers in the order of the floats. */
 static uint32_t order_key(float x) {
     uint32_t bits;
-    x += 0.0f; /* of two zeros neither is less */
+    x += 0.0f; /* -0 becomes 0 */
     memcpy(&bits, &x, sizeof bits);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
@@ -139,7 +139,7 @@ static float order_value(uint32_t key) {
     return x;
 }
 
-/* The smallest float that is at least `bound`, and no ban. */
+/* The smallest finite float that is at least `bound`; -inf is a ban. */
 static float float_at_least(double bound) {
     if (bound <= -(double)FLT_MAX) return -FLT_MAX;
     float x = (float)bound;
@@ -151,13 +151,13 @@ typedef struct {
     double mass;
 } share;
 
-/* Of the values that are at least `threshold`; without weights each has mass 1. */
+/* Count and mass of the values that are at least `threshold`; without weights each has mass 1. */
 static share share_above(const float *values, const float *weights, int32_t count,
                          float threshold) {
     share above = {0, 0.0};
     vfloat thresholds = vf_set(threshold);
     for (int32_t b = 0; b < scan_blocks(count); b++) {
-        vfloat sum = vf_zero(); /* of few lanes, so that float32 suffices */
+        vfloat sum = vf_zero(); /* of one block, so that float32 suffices */
         int32_t begin = b * SCAN_BLOCK, end = begin + scan_block_size(count, b);
         for (int32_t i = begin; i < end; i += AP_LANES) {
             vfloat a = next_logits(values + i, end - i);
@@ -172,10 +172,10 @@ static share share_above(const float *values, const float *weights, int32_t coun
     return above;
 }
 
-#define SPARE 24 /* values too many, at which looking for a closer threshold does not pay */
+#define SPARE 24 /* surplus values, so few that a closer threshold does not pay */
 
-/* Raise a threshold by bisection: the result is `low`, or one that values of at least `wanted` mass
- * reach, and few more. */
+/* Raise the threshold `low` by bisection until few values too many reach it; those that do still
+ * have at least the `wanted` mass. */
 static float raised_threshold(const float *values, const float *weights, int32_t count, float low,
                               float highest, double wanted) {
     uint32_t low_key = order_key(low), high_key = order_key(highest) + 1;

@@ -1,4 +1,4 @@
-/* What a row of logits says of the token that really follows, and of the likeliest ones;
+/* Log probabilities of the token that really follows each row, and of the likeliest ones;
  * kernels/token_scores/reference.py is the definition. A row is one task. */
 #ifndef AP_SCORE_H
 #define AP_SCORE_H

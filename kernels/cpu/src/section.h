@@ -5,9 +5,9 @@
 #include "adapted.h"
 #include "pointwise.h"
 
-/* Rows are handed out in pieces, some for each thread, so that none waits long for the others. */
+/* Rows are handed out in pieces, several per thread, so that no thread waits long for another. */
 #define PIECES_PER_THREAD 4
-/* A chunk of a linear takes at least so many multiplications: some microseconds. */
+/* A chunk of a linear takes at least this many multiplications: some microseconds. */
 #define LEAST_WORK 200000
 /* Rows of one chunk of a linear: few enough that their codes stay in the second-level cache. */
 #define ROW_BLOCK 256
@@ -38,7 +38,7 @@ static void row_chunk(void *context, int32_t chunk, int32_t worker) {
 static void for_rows(ap_engine *engine, row_function function, void *context, int32_t rows) {
     row_section section = {.function = function, .context = context, .rows = rows};
     int32_t pieces = PIECES_PER_THREAD * ap_pool_threads(engine->pool);
-    /* one or two rows take less time than to tell another thread */
+    /* one or two rows take less time than telling another thread */
     section.rows_per_chunk = rows <= 2 ? rows : ceil_div(rows, pieces);
     int32_t chunks = rows ? ceil_div(rows, section.rows_per_chunk) : 0;
     if (chunks) ap_pool_run(engine->pool, row_chunk, &section, chunks);
@@ -48,7 +48,7 @@ static void for_rows(ap_engine *engine, row_function function, void *context, in
 
 #define MOST_FORMS 4
 
-/* Rows that linears multiply, in every form that one of them wants. */
+/* Rows that linears multiply, in every form that one of them needs. */
 typedef struct {
     rows_in forms[MOST_FORMS];
     int32_t num_forms;
@@ -66,7 +66,7 @@ static bool is_form_of(const rows_in *form, const ap_linear *linear) {
     return fits && form->order == linear->input_order;
 }
 
-/* Which form a linear multiplies. */
+/* The form that a linear multiplies. */
 static const rows_in *form_of(const input *in, const ap_linear *linear) {
     int32_t i = 0;
     while (!is_form_of(&in->forms[i], linear)) i++;
@@ -92,8 +92,8 @@ static int64_t input_bytes(const ap_linear *const *linears, int32_t count, int32
     return bytes;
 }
 
-/* Rows x as the input of linears of one width; the quantized forms lie in memory, but are made by
- * `prepare_row`, row by row. */
+/* Rows x as the input of linears of one width; `memory` has room for the quantized forms, which
+ * `prepare_row` makes row by row. */
 static input input_of(const ap_linear *const *linears, int32_t count, const float *x, int32_t rows,
                       char *memory) {
     input in = {.width = linears[0]->in_features};
@@ -117,20 +117,20 @@ static void prepare_row(input *in, int32_t row) {
 
 /* ---- over the tiles of a linear ---- */
 
-/* What happens to a linear's outputs; `finish` sees columns [first, last) of a row. */
+/* Finishes a linear's outputs in columns [first, last) of a row. */
 typedef void (*finish_function)(void *context, int32_t row, int32_t first, int32_t last);
 
 typedef struct {
-    const ap_linear *linears[2]; /* the second may be NULL: one of equal shape beside the first */
+    const ap_linear *linears[2]; /* the second has the shape of the first, or is NULL */
     const rows_in *in[2];
     float *out[2];
     int32_t out_stride;
-    bool add; /* to what is in out */
+    bool add; /* accumulate in out */
     finish_function finish;
     void *context;
     const adapted_rows *adapted; /* NULL: no adapter may change these linears */
-    ap_place place;              /* whose outputs these are, the first linear's from: */
-    int32_t first_output;
+    ap_place place;              /* of these linears */
+    int32_t first_output;        /* of the first linear in that place */
     int32_t tiles_per_chunk;
     int32_t rows_per_chunk;
     int32_t row_chunks;
@@ -157,7 +157,7 @@ static void expand_part(const linear_section *s, const ap_expansion *part, int32
                  s->out_stride, true);
 }
 
-/* Add what adapters add to the outputs of linear `i` in a chunk. */
+/* Add the adapters' expansions to the outputs of linear `i` in a chunk. */
 static void expand_chunk(const linear_section *s, int32_t i, int32_t first_row, int32_t last_row,
                          int32_t first_tile, int32_t last_tile) {
     place_tiles tiles = place_tiles_of(s, i, first_tile, last_tile);
@@ -176,8 +176,8 @@ static void expand_chunk(const linear_section *s, int32_t i, int32_t first_row, 
     }
 }
 
-/* Multiply rows by tiles of linear `i`; the few rows that registers hold are done before their
- * factors would come from memory. */
+/* Multiply rows by tiles of linear `i`. If the rows fit the registers, factors are prefetched
+ * meanwhile: so few rows are done before the factors would come from memory. */
 static void multiply_chunk(const linear_section *s, int32_t i, int32_t first_row, int32_t last_row,
                            int32_t first_tile, int32_t last_tile) {
     const char *fetched[MOST_FETCHED];

@@ -12,8 +12,8 @@ typedef struct {
     step_state *s;
     const ap_filters *filters;
     const float *in;    /* (rows, width) */
-    const float *times; /* multiplies what goes in; NULL: nothing does */
-    const float *gate;  /* multiplies what comes out; NULL: SiLU of it instead */
+    const float *times; /* multiplies the input, or NULL */
+    const float *gate;  /* multiplies the output; NULL: SiLU instead */
     int64_t stride;     /* of these three */
     float *out;         /* (rows, width), may be `in` */
     int64_t out_stride;

@@ -1,7 +1,7 @@
-/* Columns of a state that maps keys to values, while the rows of a sequence go through them.
+/* Columns of a state that maps keys to values, while the rows of a sequence update them.
  *
- * The columns do not touch each other, so some of them and all rows of a sequence are one piece of
- * work, whose part of the state stays in the first-level cache.
+ * Columns are independent of each other. So a piece of work is some columns and all rows of a
+ * sequence; its part of the state stays in the first-level cache.
  */
 #ifndef AP_STATE_COLUMNS_H
 #define AP_STATE_COLUMNS_H
@@ -11,10 +11,10 @@
 /* Columns of a state that are worked on at once: two vectors. */
 #define STATE_VECTORS 2
 #define STATE_COLUMNS (STATE_VECTORS * AP_LANES)
-/* Sums of a product of a vector and a state: additions wait for the one before in the same sum. */
+/* Partial sums of a vector times a state: an addition waits for the one before in its sum. */
 #define STATE_SUMS 4
-/* Rows of a state up to which columns are brought together while a sequence has several rows: where
- * they lie, a whole row apart, they share few sets of the first-level cache. */
+/* The most rows of a state whose columns are copied side by side for a sequence of several rows. In
+ * the slot they lie a whole row apart and share few sets of the first-level cache. */
 #define MOST_NEAR 256
 
 typedef struct {
@@ -29,7 +29,7 @@ INLINE state_row load_state(const float *p, int32_t vectors) {
 
 static int32_t state_parts(int32_t width) { return ceil_div(width, STATE_COLUMNS); }
 
-/* Some columns of a head's state (rows, width), all rows of which a sequence goes through. */
+/* Some columns of a head's state (rows, width). */
 typedef struct {
     float *state; /* where they lie in the slot */
     int32_t rows;

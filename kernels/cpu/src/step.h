@@ -2,19 +2,19 @@
  *
  * The order of the paper, as in appliance/model/layers.py. Between two linears everything that
  * belongs to a row is done in one go: norms, sums, rotation, and the quantized form that the next
- * linear wants. After the last layer's attention only the rows whose logits are wanted go on.
+ * linear needs. After the last layer's attention only the rows whose logits are wanted continue.
  *
- * A model may be a part of one: without an embedding it goes on from the stream of the part before,
- * without a head it ends with the stream for the part after.
+ * The model may be a part of one: without an embedding it continues from the stream of the part
+ * before; without a head it ends with the stream for the part after.
  */
 #ifndef AP_STEP_H
 #define AP_STEP_H
 
 #include "step_check.h"
 
-/* ---- what is done with one row ---- */
+/* ---- one row ---- */
 
-/* A rank's part of a row of the embedding: all of it, or nothing. */
+/* A rank's part of a row of the embedding: the whole row, or zeros. */
 static void embed_part_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_model *model = s->model;
@@ -85,7 +85,7 @@ static void rotate_and_write_row(void *context, int32_t row) {
                    (sealed ? s->open_slots : s->batch->slot_mapping)[row]);
 }
 
-/* The two halves of a join: the embedding and what the target said, each normed. */
+/* The two halves of a join: the embedding and the given row, each normed. */
 static void join_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_join *join = &s->model->join;
@@ -145,7 +145,7 @@ static void gate_output_row(void *context, int32_t row) {
                   a->head_dim);
 }
 
-/* Attend with every row, or with `only_write` bring keys and values into the cache alone. */
+/* Attend with every row, or with `only_write` only write keys and values to the cache. */
 static void run_attention(step_state *s, const ap_norm *post_norm, bool only_write) {
     const ap_attention *a = &s->layer->attention;
     int32_t of = s->layer->cache_layer;
@@ -158,7 +158,7 @@ static void run_attention(step_state *s, const ap_norm *post_norm, bool only_wri
     if (a->output_gate) for_rows(s->engine, gate_output_row, s, s->rows);
 }
 
-/* Record the stream before a layer, which has normed it, but added nothing yet. */
+/* Record the stream before a layer; the layer's norm has completed it, and nothing is added yet. */
 static void record_stream(const step_state *s, int32_t layer) {
     const ap_batch *batch = s->batch;
     int64_t hidden = s->model->hidden_size;
@@ -168,7 +168,7 @@ static void record_stream(const step_state *s, int32_t layer) {
                    s->stream + row * hidden, (size_t)hidden * sizeof(float));
 }
 
-/* Go on with the rows whose logits are wanted only. */
+/* Continue with only the rows whose logits are wanted. */
 static void select_rows(step_state *s) {
     const ap_batch *batch = s->batch;
     int32_t hidden = s->model->hidden_size;
@@ -186,7 +186,7 @@ static void select_rows(step_state *s) {
     find_adapted(s, batch->rows);
 }
 
-/* Multiply rows that are normed, and in the forms that the head wants, by the head. */
+/* Multiply rows by the head; they are normed and in the form that it needs. */
 static void run_head(ap_engine *engine, const ap_model *model, const input *in, float *logits) {
     logit_ends ends = {logits + model->first_token, model};
     bool is_plain = model->logit_scale == 1.0f && model->logit_softcap == 0.0f;
@@ -202,12 +202,12 @@ static void run_head(ap_engine *engine, const ap_model *model, const input *in, 
     if (engine->group) gather_logits(engine->group, model, logits, in->forms[0].rows);
 }
 
-/* How a step ends: well, unless a rank has ended. */
+/* The status at the end of a step: AP_OK, unless a rank has ended. */
 static ap_status ended(const ap_engine *engine) {
     return engine->group && group_is_broken(engine->group) ? AP_RANK_LOST : AP_OK;
 }
 
-/* All ranks start, or none. */
+/* Start on all ranks or on none: return the worst status. */
 static ap_status started(ap_engine *engine, ap_status status) {
     return engine->group ? group_agree(engine->group, status) : status;
 }
@@ -272,7 +272,7 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         ap_advance(engine);
         if (is_last && batch->rows) select_rows(&s);
         if (s.layer->is_parallel) {
-            run_mlp(&s, &no_norm); /* reads the stream, to which the mixer adds after it */
+            run_mlp(&s, &no_norm); /* reads the stream before the mixer adds to it */
             ap_advance(engine);
         }
         if (has_mixer(s.layer)) {

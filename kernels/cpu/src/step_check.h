@@ -1,4 +1,4 @@
-/* Whether a step can run: its rows, blocks, slots and the model's parts fit one another. */
+/* Checks that a step can run: its rows, blocks, slots and the model's parts fit one another. */
 #ifndef AP_STEP_CHECK_H
 #define AP_STEP_CHECK_H
 
@@ -7,21 +7,21 @@
 #include "mamba2.h"
 #include "token_input.h"
 
-/* Whether what rotates is pairs inside a head. */
+/* True if the rotary dimensions are pairs within a head. */
 static bool rope_fits(const ap_model *model, const ap_attention *a) {
     if (a->rope < 0 || a->rope >= model->num_ropes) return false;
     int32_t rotary_dim = model->ropes[a->rope].rotary_dim;
     return rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= a->head_dim;
 }
 
-/* Whether norms of all heads at once have weights, and keys to norm. */
+/* True if norms over all heads have weights, and keys to norm. */
 static bool head_norms_fit(const ap_attention *a) {
     if (a->head_norms < AP_NORM_EACH || a->head_norms > AP_NORM_ROTATED) return false;
     if (a->head_norms != AP_NORM_ALL) return true;
     return a->query_norm.weight && a->key_norm.weight && !a->only_reads;
 }
 
-/* Whether a slot of the states has room for what a layer keeps there. */
+/* True if a state slot has room for the inputs that a layer's filters keep. */
 static bool filters_fit(const ap_cache *cache, const ap_filters *f) {
     if (f->width < 1 || f->taps < 2 || f->taps > AP_MOST_TAPS || f->state < 0) return false;
     int64_t bytes = (int64_t)(f->taps - 1) * f->width * (int64_t)sizeof(float);
@@ -83,8 +83,8 @@ static bool join_fits(const ap_model *model, const ap_batch *batch) {
     return true;
 }
 
-/* Whether a part of a model has where to begin and to end: without an embedding it begins with a
- * given stream, without a head it ends with the stream of all rows. */
+/* True if a part of a model has an input and an output: without an embedding it begins with a given
+ * stream, without a head it ends with the stream of all rows. */
 static bool ends_fit(const ap_model *model, const ap_batch *batch) {
     if (!has_linear(&model->embedding) && (!batch->given || has_join(model))) return false;
     return has_linear(&model->head) || (batch->streams && !batch->rows);
@@ -99,7 +99,7 @@ static bool records_fit(const ap_model *model, const ap_batch *batch) {
     return true;
 }
 
-/* Whether a step's rows and what they see lie in blocks that there are. */
+/* True if a step's rows and the tokens that they see lie in existing blocks. */
 static bool places_fit(const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
     for (int32_t i = 0; i < batch->num_tokens; i++)

@@ -1,4 +1,4 @@
-/* What a step works on, and its workspace. */
+/* The state of a step, and its workspace. */
 #ifndef AP_STEP_STATE_H
 #define AP_STEP_STATE_H
 
@@ -7,22 +7,22 @@
 #include "pointwise.h"
 #include "section.h"
 
-/* Rows and the experts here that they chose: pairs, sorted by expert and then by row. */
+/* Pairs of a row and an expert of this rank that it chose, sorted by expert and then by row. */
 typedef struct {
     int32_t num_used;      /* experts with at least one pair */
-    int32_t *used;         /* (num_used,), their places among those here, ascending */
+    int32_t *used;         /* (num_used,), their indices among this rank's, ascending */
     int32_t *first;        /* (num_used + 1,), the first pair of each */
     int32_t *row_of;       /* (pairs,) */
-    int32_t *place_in;     /* (pairs,), of its expert in used */
-    int32_t *pair_of;      /* (rows, top_k), the pair that each choice became; below 0: not here */
+    int32_t *place_in;     /* (pairs,), index of the pair's expert in used */
+    int32_t *pair_of;      /* (rows, top_k), pair of each choice; below 0: another rank's expert */
     int32_t *counts;       /* (num_experts,), scratch */
     int32_t *ids;          /* (rows, top_k), chosen experts */
     float *weights;        /* (rows, top_k) */
     float *logits;         /* (rows, num_experts) */
-    const float *rows;     /* (rows, width), what the experts read */
-    int32_t width;         /* of such a row, and of what an expert says */
-    float *latent;         /* (rows, width), what `rows` are if not the layer's normed rows */
-    float *out;            /* (pairs, width), of down; before, float rows of gate and up */
+    const float *rows;     /* (rows, width), the experts' input */
+    int32_t width;         /* of an expert's input and output */
+    float *latent;         /* (rows, width), `rows` if the experts have latents */
+    float *out;            /* (pairs, width), of down; before that, float input of gate and up */
     float *shared_gate;    /* (rows,) */
     input *inputs;         /* (num_used,), of each expert's next linears */
     int32_t *first_chunk;  /* (num_used + 1,) */
@@ -34,7 +34,7 @@ typedef struct {
     int32_t slot;
     int32_t first;
     int32_t rows;
-    bool goes_on; /* from the slot; otherwise it begins from zeros */
+    bool goes_on; /* from the state in the slot; otherwise it begins from zeros */
 } state_span;
 
 typedef struct {
@@ -45,10 +45,10 @@ typedef struct {
     int32_t rows;    /* that are still computed */
     float *stream;   /* (rows, hidden_size), the residual */
     float *normed;   /* (rows, hidden_size), input of the mixer, of gate and up, of the head */
-    float *added;    /* (rows, hidden_size), what a post norm is taken of, or of a shared expert */
+    float *added;    /* (rows, hidden_size), input of a post norm, or a shared expert's output */
     float *kept;     /* (rows, hidden_size), the stream's rows after a selection */
-    const int64_t *kept_rows; /* (rows,), what they were before it; NULL: nothing is selected */
-    float *inputs;   /* (rows, what the mixer's linears yield), heads of q, k and v in attention */
+    const int64_t *kept_rows; /* (rows,), their rows before it; NULL: no selection */
+    float *inputs;   /* (rows, outputs of the mixer's linears), heads of q, k and v in attention */
     float *mixed;    /* (rows, input of the mixer's last linear), query heads in attention */
     float *selected; /* the same, after a selection */
     float *gate;     /* (rows or pairs, intermediate) */
@@ -59,13 +59,13 @@ typedef struct {
     float *token_inputs; /* (rows, num_layers, width), all rows of the step */
     float *token_rows;   /* the same, rows of the embedding */
     float *token_gate;   /* (rows, width) */
-    float *joined;       /* (rows, 2 * hidden_size), both halves of a join; NULL: they are read */
+    float *joined;       /* (rows, 2 * hidden_size), both halves of a join; NULL once read */
     char *codes;         /* quantized inputs */
     char *attention;     /* workspace of attend */
     /* with sealed layers only */
     int64_t *open_slots;  /* (rows,), open block * block_size + offset */
     int32_t *full_open;   /* (num_full,), open blocks that this step fills */
-    int32_t *full_blocks; /* (num_full,), what will be made of them */
+    int32_t *full_blocks; /* (num_full,), blocks that they are sealed into */
     int32_t num_full;
     chosen_experts chosen; /* with experts only */
     /* with recurrent layers only */
@@ -74,14 +74,14 @@ typedef struct {
     /* with adapters only */
     int32_t *adapter_of; /* (rows,), of all rows of the step, below 0: none; or NULL */
     adapted_rows adapted;
-    /* what the present section works on */
+    /* of the current section */
     const ap_layer *layer;
     const ap_norm *post_norm;
     const ap_norm *norm;
     input in;
-    float *part;   /* (rows, hidden_size), this rank's; NULL: it is alone */
+    float *part;   /* (rows, hidden_size), this rank's part of a sum; NULL: no other ranks */
     float *summed; /* where the parts' sum goes */
-    bool adds_sum; /* to what is there */
+    bool adds_sum; /* to the contents of `summed` */
 } step_state;
 
 static int32_t qkv_width(const ap_attention *a) {
@@ -92,7 +92,7 @@ static int32_t qkv_width(const ap_attention *a) {
 
 /* ---- latent attention ---- */
 
-/* Elements that the cache has of a token. */
+/* Elements of a token in the cache. */
 static int32_t latent_width(const ap_layer *layer) { return 2 * layer->attention.head_dim; }
 
 /* Columns of a mixer's inputs in latent attention. */
@@ -139,7 +139,7 @@ static int32_t mixer_linears(const ap_layer *layer, const ap_linear **linears) {
     return count;
 }
 
-/* What these linears yield in a row. */
+/* Number of outputs of these linears in a row. */
 static int32_t inputs_width(const ap_layer *layer) {
     if (layer->short_conv) return 3 * layer->short_conv->filters.width;
     if (layer->mamba2) return layer->mamba2->input.out_features;
@@ -162,7 +162,7 @@ static bool has_linear(const ap_linear *linear) { return linear->codes != NULL; 
 
 static bool is_latent(const ap_experts *experts) { return has_linear(&experts->into_latent); }
 
-/* The linears that read a layer's stream under the MLP's norm; returns how many. */
+/* The linears that read a layer's stream after the MLP's norm; returns how many. */
 static int32_t mlp_linears(const ap_layer *layer, const ap_linear **linears) {
     int32_t count = 0;
     if (layer->experts) {
@@ -206,7 +206,7 @@ static void widen_for_experts(step_widths *w, const ap_experts *experts, int32_t
         w->codes = larger(w->codes, input_bytes(out_of, 1, rows));
         w->added = true;
     }
-    /* gate and up may want two forms; each expert's own begin at a multiple of 64 bytes */
+    /* gate and up may need two forms; each expert's forms begin at a multiple of 64 bytes */
     int64_t hidden = 2 * quantized_bytes((int32_t)pairs, gate->in_features, AP_LANES);
     int64_t middle = quantized_bytes((int32_t)pairs, down->in_features, AP_LANES);
     int64_t edges = 4 * used * ap_claim_bytes(1);
@@ -295,7 +295,7 @@ static void find_open_slots(step_state *s) {
         }
 }
 
-/* Sequences that are pieces of one are joined. */
+/* Join consecutive sequences of the same slot, which are pieces of one. */
 static void find_spans(step_state *s) {
     const ap_batch *batch = s->batch;
     for (int32_t i = 0; i < batch->num_seqs; i++) {
@@ -321,7 +321,7 @@ typedef struct {
 
 #define EXPERT_CLAIMS 16
 
-/* What experts work in; returns how many claims that are. */
+/* List the buffers of experts; returns the number of claims. */
 static int32_t expert_claims(step_state *s, const step_widths *w, claim *claims) {
     const int64_t real = sizeof(float), whole = sizeof(int32_t);
     chosen_experts *c = &s->chosen;

@@ -22,7 +22,7 @@ static void token_input_row(void *context, int32_t row) {
     scale_row(inputs, t->scale, all);
 }
 
-/* From the stream as it is before the first layer. */
+/* Compute them from the stream before the first layer. */
 static void make_token_inputs(step_state *s) {
     const ap_linear *projection = &s->model->token_inputs.projection;
     s->in = input_of(&projection, 1, s->stream, s->rows, s->codes);
@@ -65,7 +65,7 @@ static bool has_ending(const ap_layer *layer) {
     return has_linear(&layer->token_input.gate) || layer->output_scale != 0.0f;
 }
 
-/* Everything that a layer does after its MLP; the stream is complete then. */
+/* Complete the stream, and do what a layer does after its MLP. */
 static void run_ending(step_state *s) {
     const ap_token_input *in = &s->layer->token_input;
     settle(s, &s->layer->mlp_post_norm);

@@ -13,8 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Tests and sanitizers define AP_APART: every function is one of its own, or the kernels would
- * compile for minutes. */
+/* Tests and sanitizers define AP_APART, which inlines nothing: otherwise the kernels would take
+ * minutes to compile. */
 #ifdef AP_APART
 #define INLINE static __attribute__((unused))
 #else
@@ -30,8 +30,8 @@ INLINE void touch(const float *p, int n) {
 #endif
 }
 
-/* An integer sum that begins at VI_BIAS, and moves away by less than 2^22, reads as a float as
- * VI_BIAS_FLOAT plus that integer: its bits are the conversion. */
+/* An integer sum that begins at VI_BIAS and changes by less than 2^22 needs no conversion: as a
+ * float, its bits are VI_BIAS_FLOAT plus the change. */
 #define VI_BIAS 0x4b400000
 #define VI_BIAS_FLOAT 0x1.8p23f
 

@@ -67,7 +67,7 @@ INLINE vfloat vf_first(int n, vfloat a, vfloat b) {
         _mm256_blendv_ps(b.high, a.high, _mm256_castsi256_ps(lanes_below(n, 8))),
     };
 }
-/* bit i: whether a[i] >= b[i], never with NaN */
+/* bit i: whether a[i] >= b[i]; 0 with NaN */
 INLINE uint32_t vf_at_least(vfloat a, vfloat b) {
     int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ));
     int high = _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ));
@@ -125,7 +125,7 @@ INLINE vfloat vf_load_unsigned(const uint8_t *p) {
     return (vfloat){_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
                     _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
-/* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
+/* E4M3: its bits are those of a float16, except for the bias of the exponent */
 INLINE vfloat vf_load_fp8(const uint8_t *p) {
     __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
     __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(127));
@@ -159,7 +159,7 @@ INLINE __m256i rounded_upper(__m256 a) {
     bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     return _mm256_srli_epi32(bits, 16);
 }
-/* to nearest, ties to even; NaN stays NaN only in its upper bits */
+/* to nearest, ties to even; NaN stays NaN only if its upper 16 bits are NaN */
 INLINE void vf_store_bfloat(uint16_t *p, vfloat a) {
     __m256i packed = _mm256_packus_epi32(rounded_upper(a.low), rounded_upper(a.high));
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xd8));
@@ -237,7 +237,7 @@ INLINE __m256i high_nibbles(__m256i a) { return low_nibbles(_mm256_srli_epi16(a,
 INLINE vbyte vb_low(vbyte a) { return (vbyte){low_nibbles(a.low), low_nibbles(a.high)}; }
 INLINE vbyte vb_high(vbyte a) { return (vbyte){high_nibbles(a.low), high_nibbles(a.high)}; }
 
-/* what codes of four bits stand for: the bytes of a table of 16 */
+/* the values of 4-bit codes: bytes of a table of 16 */
 INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
     __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
     return (vbyte){_mm256_shuffle_epi8(values, a.low), _mm256_shuffle_epi8(values, a.high)};
@@ -275,7 +275,7 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
     return (vint){_mm256_dpbusd_avx_epi32(acc.low, a, b.low),
                   _mm256_dpbusd_avx_epi32(acc.high, a, b.high)};
 }
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. */
+/* Running sums over 32 inputs: begin, add four inputs at a time, end. */
 typedef vint vpart;
 INLINE vpart vp_begin(vint acc) { return acc; }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {
@@ -313,8 +313,8 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
     return (vint){_mm256_add_epi32(acc.low, dot_nibbles(a, b.low, 1)),
                   _mm256_add_epi32(acc.high, dot_nibbles(a, b.high, 1))};
 }
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
- * products of at most 15 * 127 fits, and that of 8 of at most 24 * 127, after 16 inputs. */
+/* Running sums over 32 inputs: begin, add four inputs at a time, end. They have 16 bits: over 32
+ * inputs 16 products of at most 15 * 127 fit, over 16 inputs 8 of at most 24 * 127. */
 typedef vint vpart;
 INLINE vpart vp_begin(vint acc) { return (void)acc, vi_set(0); }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {
@@ -339,7 +339,7 @@ INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) {
     __m256i b = four_everywhere(four);
     return (vint){dot_centered(acc.low, a.low, b), dot_centered(acc.high, a.high, b)};
 }
-/* the sums so far: a compiler that makes more products before it adds them spills those */
+/* forces the sums now: a compiler that makes more products before it adds them spills those */
 #define SUM_NOW(sums) __asm__("" : "+x"((sums).low), "+x"((sums).high))
 #endif
 INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }

@@ -2,8 +2,8 @@
 #include <immintrin.h>
 
 typedef __m512 vfloat;
-/* not __m512i: the dot product works on this type, and with two types that change places a sum in
- * a loop does not stay in one register (GCC) */
+/* not __m512i: the dot product works on this type, and GCC does not keep a sum in one register if a
+ * loop alternates between two types */
 typedef int32_t vint __attribute__((vector_size(64)));
 typedef __m512i vbyte;
 
@@ -37,7 +37,7 @@ INLINE vfloat vf_fnma(vfloat a, vfloat b, vfloat c) { return _mm512_fnmadd_ps(a,
 INLINE vfloat vf_first(int n, vfloat a, vfloat b) {
     return _mm512_mask_blend_ps(first_lanes(n), b, a);
 }
-/* bit i: whether a[i] >= b[i], never with NaN */
+/* bit i: whether a[i] >= b[i]; 0 with NaN */
 INLINE uint32_t vf_at_least(vfloat a, vfloat b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 /* lanes of `yes` where a >= b, of `no` elsewhere */
 INLINE vfloat vf_choose(vfloat a, vfloat b, vfloat yes, vfloat no) {
@@ -69,7 +69,7 @@ INLINE vfloat vf_load_signed(const int8_t *p) {
 INLINE vfloat vf_load_unsigned(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
-/* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
+/* E4M3: its bits are those of a float16, except for the bias of the exponent */
 INLINE vfloat vf_load_fp8(const uint8_t *p) {
     __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
     __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(127));
@@ -87,7 +87,7 @@ INLINE vfloat vf_load_e8m0(const uint8_t *p) {
 INLINE void vf_store_half(uint16_t *p, vfloat a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
-/* to nearest, ties to even; NaN stays NaN only in its upper bits */
+/* to nearest, ties to even; NaN stays NaN only if its upper 16 bits are NaN */
 INLINE void vf_store_bfloat(uint16_t *p, vfloat a) {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -137,7 +137,7 @@ INLINE vbyte vb_low(vbyte a) { return _mm512_and_si512(a, _mm512_set1_epi8(15));
 INLINE vbyte vb_high(vbyte a) {
     return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
 }
-/* what codes of four bits stand for: the bytes of a table of 16 */
+/* the values of 4-bit codes: bytes of a table of 16 */
 INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
     __m128i values = _mm_loadu_si128((const __m128i *)table);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a);
@@ -165,7 +165,7 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
     memcpy(&word, four, 4);
     return (vint)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(word), b);
 }
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. */
+/* Running sums over 32 inputs: begin, add four inputs at a time, end. */
 typedef vint vpart;
 INLINE vpart vp_begin(vint acc) { return acc; }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {

@@ -1,6 +1,6 @@
-/* Plain C, for every processor: vectors of 16 bytes, by which GCC and clang extend C, and which
- * become SSE2, NEON or whatever the processor has; four of them are a vector of 16 lanes. Only
- * products of bytes differ where ARM has instructions for them. */
+/* Plain C, for every processor: GCC's and clang's extension for vectors of 16 bytes, which become
+ * SSE2, NEON or whatever the processor has; four of them are a vector of 16 lanes. Only products of
+ * bytes differ where ARM has instructions for them. */
 #include "half.h"
 
 typedef float f4 __attribute__((vector_size(16)));
@@ -23,7 +23,7 @@ typedef struct { b16 a, b, c, d; } vbyte;
 #define VECTORS 1
 #endif
 
-/* the lanes of `yes` where the mask has all bits, of `no` where it has none */
+/* lanes of `yes` where all bits of the mask are set, of `no` where none is */
 INLINE i4 pick(i4 mask, i4 yes, i4 no) { return (mask & yes) | (~mask & no); }
 INLINE f4 pick_floats(i4 mask, f4 yes, f4 no) { return (f4)pick(mask, (i4)yes, (i4)no); }
 INLINE i4 highest_of(i4 a, i4 b) { return pick(a > b, a, b); }
@@ -94,7 +94,7 @@ INLINE vfloat vf_first(int n, vfloat a, vfloat b) {
         pick_floats(lanes_below(n, 12), a.d, b.d),
     };
 }
-/* bit i: whether a[i] >= b[i], never with NaN */
+/* bit i: whether a[i] >= b[i]; 0 with NaN */
 INLINE uint32_t vf_at_least(vfloat a, vfloat b) {
     i4 bits = ((a.a >= b.a) & (i4){1, 2, 4, 8}) | ((a.b >= b.b) & (i4){16, 32, 64, 128})
               | ((a.c >= b.c) & (i4){256, 512, 1024, 2048})
@@ -129,7 +129,7 @@ INLINE float vf_highest(vfloat a) {
 
 #define FLOATS(x) __builtin_convertvector(x, f4)
 #define INTS(x) __builtin_convertvector(x, i4)
-/* four parts of four numbers each that lie one after the other */
+/* load 16 consecutive numbers as four parts of four */
 #define LOAD(name, number, vector, function)                                              \
     INLINE vfloat name(const number *p) {                                                 \
         vector a, b, c, d;                                                                \
@@ -148,7 +148,7 @@ INLINE f4 floats_of_halves(i4 h) {
 }
 INLINE f4 floats_of_bfloats(i4 b) { return (f4)(b << 16); }
 INLINE f4 floats_of_ints(i4 a) { return FLOATS(a); }
-/* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
+/* E4M3: its bits are those of a float16, except for the bias of the exponent */
 INLINE f4 floats_of_fp8(i4 e) {
     i4 size = e & 127, sign = (e & 128) << 8;
     return floats_of_halves(sign | pick(size == 127, (i4){} + 0x7e00, size << 7)) * 256.0f;
@@ -183,7 +183,7 @@ INLINE i4 halves_of_floats(f4 x) {
     r = pick(bits >= 0x477ff000, (i4){} + 0x7c00, r);
     return sign | pick(bits > 0x7f800000, (i4){} + 0x7e00, r);
 }
-/* to nearest, ties to even; NaN stays NaN only in its upper bits */
+/* to nearest, ties to even; NaN stays NaN only if its upper 16 bits are NaN */
 INLINE u4 bfloats_of_floats(f4 x) {
     u4 bits = (u4)x;
     return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;

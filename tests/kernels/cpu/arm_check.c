@@ -52,7 +52,7 @@ static void check_linear(ap_engine *engine, int which, int format, int offset_ki
     state = 7u;
     for (size_t i = 0; i < bytes; i++) codes[i] = (uint8_t)draw();
     if (format == AP_F32) for (size_t i = 0; i < bytes / 4; i++) ((float *)codes)[i] = number();
-    if (format == AP_BF16 || format == AP_F16) /* no NaN, whose bits are nobody's */
+    if (format == AP_BF16 || format == AP_F16) /* no NaN: its bits may differ */
         for (size_t i = 0; i < bytes / 2; i++) ((uint16_t *)codes)[i] &= 0xbbff;
     for (size_t i = 0; i < scales; i++) scale[i] = number() / 64, offset[i] = number();
     for (int i = 0; i < ROWS * IN; i++) x[i] = number();
@@ -71,7 +71,7 @@ static void check_linear(ap_engine *engine, int which, int format, int offset_ki
 
 enum { HEADS = 4, KV_HEADS = 2, DIM = 64, SLOTS = 32, BLOCKS = 2, TOKENS = 37 };
 
-/* 37 tokens in two blocks, of which the first is sealed where the format seals. */
+/* 37 tokens in two blocks; the first one is sealed if the format is AP_SEALED. */
 static void check_attention(ap_engine *engine, int which, int format) {
     static float key[TOKENS * KV_HEADS * DIM], value[TOKENS * KV_HEADS * DIM];
     static float query[HEADS * DIM], out[2][HEADS * DIM];

@@ -41,7 +41,7 @@ static int64_t milliseconds(void) {
 
 /* ---- sections: each chunk once, each worker in one place, results visible to the caller ---- */
 
-/* Plain memory throughout: that the pool orders it is what ThreadSanitizer checks. */
+/* Plain memory throughout: ThreadSanitizer checks that the pool orders the accesses. */
 typedef struct {
     int64_t section;
     int32_t nap;    /* microseconds that chunk 0 sleeps */
@@ -125,7 +125,7 @@ static void check_one_core(void) {
     many_sections(4, 1000, 1);
 }
 
-/* Threads that the system refuses: those that it gave end, and nothing is left. */
+/* The system refuses some threads: those that have started end, and nothing is left behind. */
 static void check_limits(void) {
     struct rlimit before;
     CHECK(!getrlimit(RLIMIT_AS, &before));
@@ -190,7 +190,8 @@ static void work_or_nap(void *context, int32_t chunk, int32_t worker) {
         for (int64_t end = cpu_microseconds() + 50; cpu_microseconds() < end;) continue;
 }
 
-/* How many of the sections in so many milliseconds had a worker beside the caller. */
+/* Run sections for `duration` milliseconds, or until `enough` of them had a worker beside the
+ * caller; return how many had. */
 static int32_t helped_sections(ap_pool *pool, naps *n, int64_t duration, int32_t enough,
                                int32_t *sections) {
     int32_t helped = 0;

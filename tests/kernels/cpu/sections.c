@@ -1,8 +1,8 @@
-/* The sections of a step, each callable alone, by which tests and benchmarks reach them.
+/* The sections of a step, each callable alone, for tests and benchmarks.
  *
- * tests/support/cpu_sections.py compiles the library anew with this file before isa.c, so what is
- * called is what `step` calls, compiled with the same flags. Each function ends in the name of its
- * instruction set. */
+ * tests/support/cpu_sections.py compiles the library anew with this file before isa.c, so the code
+ * that they call is what `step` calls, compiled with the same flags. Each function ends in the name
+ * of its instruction set. */
 #ifdef AP_ISA
 
 #include "vector.h"
