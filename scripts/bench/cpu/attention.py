@@ -30,8 +30,8 @@ from bench.lib.conditions import conditions
 BLOCK_SIZE = 16
 CACHE_BYTES = 64 << 20  # of all layers together, at least
 MOST_LAYERS = 32
-FP8_SCALE = 0.02  # random tokens are below 448 of it
-SEALED = (Format.SEALED, Format.K8V4)  # have open blocks, which are not laid out here
+FP8_SCALE = 0.02  # random tokens stay below 448 times this
+SEALED = (Format.SEALED, Format.K8V4)  # the open blocks that they need are not laid out here
 TOLERANCE = {Format.FP8: 0.1, Format.INT4: 0.2, Format.INT8: 0.02, Format.BF16: 0.01}
 
 

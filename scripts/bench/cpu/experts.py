@@ -6,11 +6,11 @@
     scripts/benchmark cpu_experts --peer FOLDER --layers 34 --apart  # 12 GiB of weights
 
 The two take turns, or with `--apart` one is measured after the other has left the memory: decode of
-one stream and of several, then the prefill of one prompt. llama.cpp's numbers are those that its
-own server takes, ours are of the library's whole steps, without HTTP and sampling. The peer is
-built for AVX2; `--isa avx2` keeps ours to that. Threads that wait for each other suffer from other
-programs: look at the load that the result names. The bytes of weights that a token's step reads
-are counted from the file, without those of experts that it does not choose.
+one stream and of several, then the prefill of one prompt. llama.cpp's numbers are timings by its
+own server; ours time the library's whole steps, without HTTP and sampling. The peer is built for
+AVX2; `--isa avx2` keeps ours to that. Threads that wait for each other suffer from other programs:
+look at the load that the result names. The bytes of weights that a token's step reads are counted
+from the file, without those of experts that it does not choose.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def measure(model: Path, options: argparse.Namespace, *, is_apart: bool = False)
 
 
 def ratios(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Compare turn by turn: what ours does over what llama.cpp does right after it."""
+    """Return our rate over llama.cpp's right after it, turn by turn."""
     pairs = list(zip(runs["ours"], runs["llama.cpp"], strict=True))
     found = {}
     for name in pairs[0][0]:

@@ -2,16 +2,16 @@
 
     scripts/benchmark cpu_held_types --peer FOLDER              # the packaged model in each type
     scripts/benchmark cpu_held_types --peer FOLDER --random 16  # random weights of a 1B's shape
-    scripts/benchmark cpu_held_types --random 2 --repeats 0     # bytes and divergence: a busy box
+    scripts/benchmark cpu_held_types --random 2 --repeats 0     # no times, for a busy machine
     scripts/benchmark cpu_held_types --model a.gguf --types --peer FOLDER  # a file as it is
 
-llama.cpp chooses the codes of the trained model's files, from a file of any types, and we take
-turns with it on each. The random model has the widths of Llama 3.2 1B, all 16 of its layers or
-fewer, and a smaller vocabulary. Matrices have the types that llama.cpp would give them, narrower
-ones where no super-block of 256 divides the rows. The divergence is that of the library's
-predictions from float32 arithmetic on the same weights, on the text of `cpu_quality`, or on random
-words in a random model. `read_gb_per_second` is what torch reads just before, the limit of one
-stream. FOLDER has the package xllamacpp; see `cpu_experts`.
+For the trained model, llama.cpp quantizes a file of any types to each type, and the two take turns
+on the result. The random model has the widths of Llama 3.2 1B, all 16 of its layers or fewer, and a
+smaller vocabulary. Matrices have the types that llama.cpp would give them, narrower ones if their
+rows are not a multiple of a super-block of 256. The divergence is that of the library's predictions
+from float32 arithmetic on the same weights, on the text of `cpu_quality`, or on random words in a
+random model. `read_gb_per_second` is torch's read bandwidth just before, which limits one stream.
+FOLDER has the package xllamacpp; see `cpu_experts`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     scripts/wheels && scripts/benchmark cpu_instructions
 
-The libraries are those of the wheels. Each is run instruction by instruction by qemu-user, with few
-and with more outputs: what more of them add belongs to the weights. qemu knows no AVX-512.
+The libraries are those of the wheels. qemu-user runs each one instruction by instruction, with few
+outputs and with many; the difference belongs to the weights. qemu has no AVX-512.
 """
 
 from __future__ import annotations

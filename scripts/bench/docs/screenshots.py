@@ -28,9 +28,9 @@ from appliance.tui.terminal import Colors, DisplaySettings
 from bench.lib.conditions import ROOT
 
 FOLDER = ROOT / "tui" / "screenshots"
-# Of the server that is started here, and for as long only.
+# Keys of the server that is started here; they are valid only while it runs.
 KEYS = {name: secrets.token_hex(16) for name in ("anna", "codex", "home-assistant")}
-WATCHING = secrets.token_hex(16)  # without a name: it is shown the hashes of everybody's blocks
+WATCHING = secrets.token_hex(16)  # has no name, so it sees the hashes of everybody's blocks
 PAGES = {
     "dashboard": ((160, 48), "", "dark"),
     "large": ((240, 67), "shift+tab", "dark"),

@@ -1,7 +1,7 @@
 """Fill in the documentation's tables from results, settings and the import table.
 
     scripts/docs            # writes them
-    scripts/docs --check    # says which are not as they should be
+    scripts/docs --check    # names the pages that are out of date
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
@@ -92,8 +92,8 @@ def quantize() -> str:
     return table(head, lines)
 
 
-# Shares of schemas that are not refused, and that are obeyed, of Guidance and llama.cpp: table 4 of
-# Geng and others 2025, arXiv 2501.10868v2. Two categories are not in it.
+# Shares of schemas that Guidance and llama.cpp accept, and that they obey: table 4 of Geng and
+# others 2025, arXiv 2501.10868v2. Two categories are not in it.
 COVERAGE = {
     "Glaiveai2K": ("0.98 / 0.96", "0.98 / 0.95"),
     "Github_trivial": ("", ""),
@@ -267,7 +267,7 @@ MAKERS = {
 
 
 def filled(text: str) -> str:
-    """Make the generated parts of a page anew."""
+    """Return a page with its generated parts made anew."""
     return PART.sub(lambda part: f"{part['name']} -->\n{MAKERS[part['name']]()}", text)
 
 

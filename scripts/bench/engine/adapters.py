@@ -4,8 +4,8 @@
     scripts/benchmark adapters --adapters 100 --slots 8 --requests 400
     scripts/benchmark adapters --shape 1B --adapters 8 --requests 8   # random weights of 4 bits
 
-Steps of answers are compared pair by pair, of two engines in one process, by the processor's time
-where one thread computes, so that other work on the machine counts little:
+Decode steps of two engines in one process are compared pair by pair. With one thread they are
+measured in processor time, so that other work on the machine counts little:
 
 - `unused_ratio`: slots for adapters that no request uses, over an engine without slots.
 - `one_ratio`: batch 1 with an adapter over batch 1 without.
@@ -16,8 +16,8 @@ and a fixed number of them is open at any time. The same requests without adapte
 alternation. `slot_hits` counts requests whose adapter was in a slot when they came.
 
 With `--peer FOLDER`, where the package xllamacpp is installed, llama.cpp answers a request for each
-slot with an adapter of its own, from the same factors, in alternation with ours: tokens a second
-while answers grow, `peer_ratio` ours over its.
+slot with an adapter of its own, from the same factors, in alternation with ours. `peer_ratio` is
+our tokens a second, while answers grow, over its.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SHAPES = {"1B": LLAMA_1B, "tiny": TINY_LLAMA}
 
 
 def request(name: str, seed: int, tokens: int, adapter: AdapterRef | None) -> Request:
-    """Return a request whose prompt no other one has."""
+    """Return a request whose prompt is unlike any other."""
     return Request(
         request_id=name,
         prompt_token_ids=tuple(random_tokens(PROMPT_TOKENS, random.Random(seed), VOCABULARY)),

@@ -8,8 +8,8 @@ once, and a graph's replay is an empty call. That leaves the host's work for a s
 to the encoded report of its tokens, in CPU milliseconds of one thread. It leaves out the CUDA
 driver's time for each copy, kernel and graph, so these are counted.
 
-All of it is hidden while the device runs the step before, except with `drafts`: a step that follows
-drafts is planned when these are verified, so the device waits for all of the host's work. By part:
+The device runs the step before meanwhile, which hides all of this work, except with `drafts`: a
+step after drafts is planned once these are verified, so the device waits for the host. By part:
 
     plan    the scheduler's decision
     stage   writing the step's inputs into the buffer that is copied to the device
@@ -151,7 +151,7 @@ class NoGraph:
 
 
 class Operators(TorchDispatchMode):
-    """Counts torch's operators outside of graphs; views, which enqueue nothing, apart."""
+    """Counts torch's operators outside of graphs; views, which enqueue nothing, separately."""
 
     def __init__(self, device: NoDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ class Stub:
 
 
 class Same(SuffixProposer):
-    """Reads answers as ever, and proposes the token that the model repeats."""
+    """Reads answers as usual, and proposes the token that the model repeats."""
 
     def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
         """Propose the most tokens for each answer."""
@@ -372,7 +372,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gc.disable()  # as little of it as in an engine between two requests
+    gc.disable()  # an engine between two requests collects hardly any garbage, too
     cases = [
         (batch, setting, context, min(options.steps, context // 2 // TOKENS[setting == "drafts"]))
         for setting in options.settings

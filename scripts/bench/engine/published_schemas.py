@@ -10,9 +10,9 @@ Every mask of an example is timed: `mask_us` are ours; `library_us`, in alternat
 llguidance's own classes and settings for the same schema after the same tokens, while it accepts
 them.
 
-`refused` counts valid examples that cannot be written; `closed` those of them that have properties
-which their object does not list, where we close objects on purpose; `let_through` counts others
-that can be written.
+`refused` counts valid examples that cannot be written; `closed` counts those of them with a
+property that their object does not list, as we close objects on purpose; `let_through` counts
+invalid examples that can be written.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Judge:
 
     def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
         size = len(vocabulary.tokens)
-        # Any spelling counts, not the likeliest alone: examples have one of their own.
+        # Accept any spelling, not only the likeliest one: examples have a spelling of their own.
         vocabulary = msgspec.structs.replace(vocabulary, in_order=False)
         self._ids = ids_of(vocabulary)
         self._compiler = GrammarCompiler(size, (eos,), vocabulary)
@@ -94,7 +94,7 @@ class Judge:
         self.times = Times()
 
     def judge(self, content: dict[str, Any]) -> Counter[str]:
-        """Count what becomes of one file."""
+        """Judge one file, and return the counts."""
         found = Counter(schemas=1)
         begin = time.thread_time()
         try:

@@ -1,9 +1,9 @@
 """Measure ranks on this machine: sums, the links' self-test, idling, and the return after a death.
 
-Sums and self-test run without a model. Then a server with ranks of each
-kind idles, one of its ranks is killed, and the time until it is ready again stands beside that
-of a load. Goals: a sum of 4 KB <= 20 us, the self-test <= 5 s, idle ranks <= 2 % of a core, back
-in 10 s more than a load.
+Sums and self-test run without a model. Then a server with ranks of each kind idles, one of its
+ranks is killed, and the time until the server is ready again is compared with that of a load.
+Goals: a sum of 4 KB <= 20 us, the self-test <= 5 s, idle ranks <= 2 % of a core, back in 10 s more
+than a load.
 
     scripts/benchmark ranks --out scripts/bench/results/ranks.json
 """
@@ -43,7 +43,7 @@ WAYS = {
     "pipeline parallel": ("--pipeline-parallel", "2"),
     "tensor parallel in torch": ("--tensor-parallel", "2", "--kernels", "torch"),
 }
-SOON = 0.02  # seconds between two looks
+SOON = 0.02  # seconds between two polls
 
 
 def time_link(rounds: int, repeats: int) -> dict[str, Any]:
@@ -70,10 +70,10 @@ def time_link(rounds: int, repeats: int) -> dict[str, Any]:
 
 
 def _time_sums(ranks: RankGroup, rounds: int, turn: int) -> float:
-    """Return the seconds of one sum, of twice as many in a row as rounds.
+    """Return the seconds of one sum, from `2 * rounds` sums in a row.
 
-    Each turn has memory of its own, behind the self-test's: the other rank may still leave that of
-    the turn before.
+    Each turn has memory of its own, behind the self-test's: the other rank may still be leaving the
+    memory of the turn before.
     """
     library, (member,) = load_library(), ranks.members
     room = -(-group_bytes(library, 2, LARGE) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -140,7 +140,7 @@ async def _load_seconds(server: ServerProcess) -> float:
 
 async def _idle_shares(server: ServerProcess, seconds: float) -> dict[str, float]:
     """Return the share of a core that the other rank takes, and the server with all of its tree."""
-    await asyncio.sleep(2)  # until nothing follows from the start
+    await asyncio.sleep(2)  # until the work of the start has ended
     (rank,) = _ranks(server)
 
     def used() -> tuple[float, float, float]:

@@ -3,14 +3,14 @@
     scripts/benchmark replicas --out scripts/bench/results/replicas.json
 
 Agents hold growing conversations: each turn sends all of it again, with the answer and a tool's
-output of some length, after a pause in which the tool runs. They share a system prompt; who is done
-is followed by another with a conversation of its own. Scheduler, block manager and prefix cache are
-the engine's, one of each a replica; the model is left out, so nothing is timed and the result is
-the same on any machine. A step of every replica is one tick.
+output of some length, after a pause in which the tool runs. They share a system prompt. An agent
+that is done is followed by one with a new conversation. Scheduler, block manager and prefix cache
+are the engine's, one of each a replica; the model is left out, so nothing is timed and the result
+is the same on any machine. A step of every replica is one tick.
 
-One server is counted twice: with the KV memory, sequences and rows of all replicas together, which
-is what the ratio is to, and with those of one replica. Ideal is what no cache could exceed: all
-that a conversation has sent or received before, and the system prompt.
+One server is counted twice: with the KV memory, sequences and rows of all replicas together, to
+which the ratio refers, and with those of one replica. Ideal is the most that any cache could serve:
+all that a conversation has sent or received before, and the system prompt.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def compare(trace: Trace, num_replicas: int, room: float) -> dict[str, Any]:
     """Play a trace in all ways.
 
     Args:
-        room: KV memory of all replicas, in what the agents at work hold at their ends.
+        room: KV memory of all replicas, as a multiple of the full conversations of the agents at
+            work.
     """
     all_tokens = room * trace.agents * trace.tokens_of_a_conversation
     num_blocks = int(all_tokens / BLOCK_SIZE / num_replicas)

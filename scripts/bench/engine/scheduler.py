@@ -146,7 +146,7 @@ def block_cost(options: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    gc.disable()  # as little of it as in an engine between two requests
+    gc.disable()  # an engine between two requests collects hardly any garbage, too
     largest = max(options.blocks)
     by_sequences = [step_cost(options, n, largest) for n in options.sequences]
     enough = [blocks for blocks in options.blocks if blocks >= 4 * 64]

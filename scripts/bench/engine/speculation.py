@@ -4,8 +4,8 @@
     scripts/benchmark speculation --streams 8 --max-tokens 200
     scripts/benchmark speculation --shape 0.5B           # random weights of 4 bits, head of 8
 
-The trace is replayed: the model is made to say an answer that is written down, since a small model
-copies badly. Its logits decide nothing then, and cost what they cost. Kinds of answers:
+The trace is replayed: the model is made to give a recorded answer, since a small model copies
+badly. Its logits are computed as ever, but decide nothing. Kinds of answers:
 
 - `rewrite`: a file of this project before a change is the prompt, and the file after it the answer.
 - `summary`: an answer that quotes sentences of its prompt.
@@ -15,12 +15,12 @@ copies badly. Its logits decide nothing then, and cost what they cost. Kinds of 
   agent` holds it, after eight outputs of tools and all that was said before; not with `--shape`.
 
 Each run has a cache salt of its own, so that no run copies the answers of an earlier one. Two
-engines answer at the same time, a step of each in turn, so that both meet the same machine.
+engines answer at the same time, a step of each in turn, so that both run under the same load.
 
 `steps_ratio` and `rows_per_token` are counts, which a busy machine changes little (the controller
-learns from times); `speed_ratio` is tokens a second with speculation over without, and
-`processor_ratio` tokens a second of processor time. The answers of both are compared, token for
-token.
+learns from times); `speed_ratio` is tokens a second with speculation over tokens a second without,
+and `processor_ratio` the same for a second of processor time. The answers of both are compared,
+token for token.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ AGENT_TURNS, AGENT_TOKENS = 8, 100
 
 @contextmanager
 def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]:
-    """Make every row draw the token of its answer, after all that sampling costs."""
+    """Make every row draw the token of its answer, at the full cost of sampling."""
     draw, stage = sampler._sample_tokens, sampler.stage
     wanted: list[int] = []
 

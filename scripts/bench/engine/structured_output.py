@@ -4,12 +4,12 @@
     scripts/benchmark structured_output --masks-only  # no model: masks of synthetic 152k tokens too
 
 Both kinds of run alternate. Every answer has the same number of tokens, because the schema's list
-is longer than that, and every token takes its step: drafts, whose use depends on what is said, are
-off. Tokens per second count steps without prompts only. `ratio` is with the schema over without, by
+is longer than that. Every token takes a step: drafts are off, as their use depends on the text.
+Tokens per second count steps without prompts only. `ratio` is with the schema over without, by
 wall clock and by processor seconds, which other work on the machine changes less. `wait_us` is how
 long a step waits for its masks, by wall clock: most are made while its model runs. `mask_us` is one
-mask alone. `jumps` is one answer of short values and long names, with drafts (tokens that must
-follow among them) and without, in alternation.
+mask alone. `jumps` is one answer of short values and long names, with drafts (also of tokens that
+must follow) and without, in alternation.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ EXAMPLE = (
     ' "address": {"street": "12 Rue de la Paix", "zip": "75002"}}, {"name": "Bob"'
 )
 QWEN_SIZE = 151_936
-LONGEST = 32  # bytes of a token, where texts are spelled
+LONGEST = 32  # bytes of a token with which texts are spelled
 
 
 class RunRates(NamedTuple):
@@ -124,7 +124,7 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> Run
 
 @contextmanager
 def without_drafts(llm: LLM) -> Iterator[None]:
-    """Within it every token takes its step: no text is foretold, and none forced."""
+    """Switch drafts off in the block: every token takes a step, none is proposed or forced."""
     scheduler = llm.engine.scheduler
     speculator, scheduler.speculator = scheduler.speculator, None
     try:
@@ -134,7 +134,7 @@ def without_drafts(llm: LLM) -> Iterator[None]:
 
 
 class TimedMasks(NamedTuple):
-    """A step's masks; adds to `waits` the microseconds until they are there."""
+    """A step's masks; adds to `waits` the microseconds until they are ready."""
 
     masks: Future[Masks]
     waits: list[float]
@@ -148,7 +148,7 @@ class TimedMasks(NamedTuple):
 
 @contextmanager
 def timed_waits(llm: LLM, waits: list[float]) -> Iterator[None]:
-    """Within it the waits of steps for their masks are added to a list."""
+    """Add the waits of steps for their masks to a list, within the block."""
     matchers: Any = llm.engine.grammars.matchers
     begin = matchers.begin
 

@@ -147,7 +147,7 @@ def ours(bench: Bench, problem: Problem) -> Contender:
             device=bench.device,
         )
         rows = count * problem.rows
-        last = max(1, min(rows, 256))  # of a long chunk the latest see most
+        last = max(1, min(rows, 256))  # the last rows of a long chunk see the most
         if problem.rows > 256:
             few = RaggedBatch.of(
                 [last], [problem.context], batch.block_tables[:1].tolist(),

@@ -49,7 +49,7 @@ def sdpa_calls(backend: SDPBackend, bench: Bench, problem: Problem) -> list[Call
     """Return calls of torch's SDPA by one backend, over contiguous keys.
 
     Raises:
-        RuntimeError: that backend does not take the step; no other one stands in for it.
+        RuntimeError: that backend does not support the step; there is no fallback.
     """
     query, copies = _query(problem), _copies(bench, problem)
     causal = problem.rows == problem.context

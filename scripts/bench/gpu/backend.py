@@ -1,4 +1,4 @@
-"""Choose our kernels on a GPU and the torch references elsewhere, which beat an interpreter."""
+"""Choose our kernels on a GPU; elsewhere the torch references, as the interpreter is slower."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
 
 Every kernel is checked before it is timed, and one whose result is wrong is not timed. Operands
 are cold: sets of them take turns, together three times the second-level cache. Peers are measured
-if they are installed. Each measurement is written as it is made; one that dies or hangs costs
-itself alone.
+if they are installed. Each measurement is written as it is made; if one dies or hangs, only that
+one is lost.
 """
 
 from __future__ import annotations

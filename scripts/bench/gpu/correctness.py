@@ -41,6 +41,6 @@ def judged(check: Check) -> dict[str, Any]:
     """Return a row of the result."""
     error, bound = check()
     found: dict[str, Any] = {"error": float(f"{error:.3g}"), "error_bound": float(f"{bound:.3g}")}
-    if not error <= bound:  # NaN is not
+    if not error <= bound:  # also if it is NaN
         found["failed"] = f"the result is wrong: error {error:.3g}, bound {bound:.3g}"
     return found

@@ -1,7 +1,7 @@
 """A model of the shape of Llama-3-8B whose random weights are made on the GPU.
 
 Nothing is written to a disk or copied from the host, so a start takes no longer than laying the
-weights out. Text never comes out of it.
+weights out. Its output is never text.
 """
 
 from __future__ import annotations

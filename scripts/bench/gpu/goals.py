@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bench.gpu.results import Results
 
-FEW = 16  # rows of x up to which decoding goes
+FEW = 16  # the most rows of x in decoding
 MANY = 256
 SERVED = ("int4", "int8", "auto")  # weights, cache and graphs as they are served by default
-BANDWIDTH_BOUND = 16 * 8192  # tokens of a step from which launching costs nothing
+BANDWIDTH_BOUND = 16 * 8192  # tokens of a step from which launches cost nothing
 Row = dict[str, Any]
 
 
@@ -21,8 +21,8 @@ class Verdict:
     """One goal.
 
     Attributes:
-        what: is measured.
-        against: what it is a share or a multiple of.
+        what: the measured quantity.
+        against: the quantity that it is a share or a multiple of.
         goal: in words.
         value: the worst case that was measured; None if there is none.
         where: that case, or why there is none.
@@ -233,7 +233,7 @@ def _us(row: Row) -> float:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """Return a key without who took part and without the cache's format."""
+    """Return a row's key without the contender and without the cache's format."""
     key = row["key"]
     return tuple(value for name, value in key.items() if name not in ("who", "kernel"))
 

@@ -195,7 +195,7 @@ def _sealed_attention(device: torch.device) -> tuple[float, float]:
     cache = _sealed(device, sum(map(len, tables)))
     ids = [block for table in tables for block in table]
     reference_seal.seal(cache, ids, ids)
-    chunk = (1, 1, 20, 4, 1)  # none of them reaches into a second block
+    chunk = (1, 1, 20, 4, 1)  # each lies within one block
     batch = RaggedBatch.of(
         chunk, CONTEXT_LENS, tables, block_size=BLOCK, device=device,
         open_blocks=[table[-1:] for table in tables],
@@ -233,7 +233,7 @@ def _rotate(device: torch.device, form: KVFormat) -> tuple[float, float]:
     keys = [cache.gather([0, 1, 2, 3], 128, torch.float32)[0] for cache in (found, expected)]
     step = {KVFormat.FP8: 4e-2, KVFormat.INT4: 8e-2, KVFormat.INT8: 1e-2}.get(form, ROUNDING)
     off = max(relative_error(query, wanted) / ROUNDING, relative_error(*keys) / step)
-    return off, 1.0  # of what each may be off
+    return off, 1.0  # in units of each one's bound
 
 
 def _seal(device: torch.device) -> tuple[float, float]:

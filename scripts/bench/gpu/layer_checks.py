@@ -67,7 +67,7 @@ def _fp4(device: torch.device, form: str) -> tuple[float, float]:
 
 
 def _experts(device: torch.device, form: str, rows: int) -> tuple[float, float]:
-    """Two experts a row, so that some have none and one has most."""
+    """Check two experts a row: some experts get no rows, and one gets most."""
 
     def stacked(outputs: int, inputs: int) -> StackedLinear:
         weight: Weight = (
@@ -96,7 +96,7 @@ def _experts(device: torch.device, form: str, rows: int) -> tuple[float, float]:
 
 
 def _spans(device: torch.device) -> StateSpans:
-    """Return a row that begins, one that goes on, and 84 that do: a whole chunk and 20 rows."""
+    """Return spans of one new row, of one that continues, and of 84 that do: a chunk and 20."""
     batch = RaggedBatch.of(
         [1, 1, 84], [1, 9, 128], [[0], [1], [2, 3, 4, 5]], block_size=32, device=device,
         state_slots=[2, 0, 3],
@@ -144,7 +144,7 @@ def _scan(device: torch.device) -> tuple[float, float]:
 
 
 def _adapters(device: torch.device, rows: int) -> tuple[float, float]:
-    """Of three slots, two parts and rows without an adapter, which have to keep their bits."""
+    """Check three slots, two parts, and rows without an adapter, which must keep their bits."""
     runs = (OutputRun(0, 0, 192, 0), OutputRun(192, 192, 64, 1))
     factors = StackedFactors(
         random_numbers(device, 3, 2, 16, 1024) / 32,

@@ -134,7 +134,7 @@ def _write(bench: Bench, rows: Rows, name: str, m: int, *, format: KVFormat) -> 
     def error(call: Call) -> tuple[float, float]:
         query = call()
         assert isinstance(query, torch.Tensor)
-        if format.is_rotated:  # its queries are in another basis, where lengths are the same
+        if format.is_rotated:  # queries are in another basis, which preserves lengths
             expected = inputs[0][:, :heads].double().norm(dim=-1)
             return relative_error(query.double().norm(dim=-1), expected), 4 * ROUNDING
         expected = reference_norm.rotary(inputs[0][:, :heads].double(), *rotation).double()

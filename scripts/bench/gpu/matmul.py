@@ -42,7 +42,7 @@ FEW = (1, 4, 16, 2, 8)  # rows of x that decoding has
 MANY = (256, 512, 2048)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 GROUP = 128
-# As far from float64 as torch's own product of the dequantized weight in bf16, and half as much.
+# One and a half times the error of torch's own product of the dequantized weight in bf16.
 ERROR_BESIDE_TORCH = 1.5
 FP8_BOUND = 4e-3  # beside the product of the quantized activations: rounding of bf16 results
 CHECKED_ELEMENTS = 1 << 28  # of a weight in float64

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bench.gpu.rows import Rows
 
 STREAMS = {Amount.TINY: (1, 3), Amount.FIRST: (1, 64), Amount.FULL: (1, 16, 64)}
-SHORT = 4  # times shorter an answer
+SHORT = 4  # a short answer is so many times shorter
 
 
 class Peer:

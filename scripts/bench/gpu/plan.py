@@ -66,7 +66,7 @@ class Wanted:
 COMPILE = "compile"
 REAL_MODEL = "real_model"
 COMPILE_SECONDS = 65.0
-# The most important first: what is cut off at the end of a call is missed least.
+# The most important first, as the end of a call may be cut off.
 SUITES = (
     Suite("correctness", 50, 30, "every kernel beside its torch reference, and 1,000 reruns", True),
     Suite("matmul", 85, 30, "weight matmuls beside cuBLAS, torch's int4 and _scaled_mm", True),
@@ -86,10 +86,10 @@ def suite_named(name: str) -> Suite:
 
 
 def deadlines(seconds: Sequence[float], total: float) -> list[float]:
-    """Return when each part of a run must end, in seconds from its begin.
+    """Return when each part of a run must end, in seconds from the start of the run.
 
-    Each part has its share of the total for itself, however long those before it would like to
-    take; what one leaves over goes to those after it.
+    Each part has its share of the total, however long the parts before it would take; time that a
+    part leaves goes to those after it.
     """
     scale = total / sum(seconds)
     return [scale * until for until in accumulate(seconds)]

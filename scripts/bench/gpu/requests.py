@@ -85,7 +85,7 @@ def idle_share(engine: LLMEngine, streams: int, sizes: Sizes) -> float | None:
         for event in profile.events() or ()
         if event.device_type == DeviceType.CUDA
     )
-    return idle_of(spans) if spans else None  # nobody may look on everywhere
+    return idle_of(spans) if spans else None  # some machines forbid profiling
 
 
 def idle_of(spans: list[tuple[float, float]]) -> float:

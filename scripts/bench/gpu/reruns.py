@@ -1,7 +1,7 @@
 """Repeat kernels that merge partial results by arrival: the same operands must give the same bits.
 
-Programs of one launch count in memory who has finished, and the last one adds up. A fault in that
-order changes the result only now and then; so the launch is repeated, and each result is compared
+Programs of one launch count in memory how many have finished, and the last one adds up. A race in
+that changes the result only now and then, so the launch is repeated, and each result is compared
 with the first on the device.
 """
 

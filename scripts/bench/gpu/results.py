@@ -1,7 +1,7 @@
 """Results of one run: a folder with a line of JSON for each measurement.
 
-A line of a run says under which conditions the lines after it were measured; a later line of the
-same key replaces an earlier one, so a run that was cut off can be resumed in the same file.
+A line with the key `run` has the conditions under which the lines after it were measured. A later
+line of the same key replaces an earlier one, so an interrupted run can resume in the same file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Results:
     Attributes:
         path: of the file of lines.
         runs: conditions of each run, the latest last.
-        ends: why each suite stopped at last, empty if it came to its end.
+        ends: why each suite last stopped, empty if it was complete.
         rows: by suite and key.
     """
 
@@ -58,7 +58,7 @@ class Results:
         return results
 
     def add(self, row: Row) -> None:
-        """Append a line; it is on its way to the disk when this returns."""
+        """Append a line; once this returns, the line outlives this process."""
         self._keep(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:

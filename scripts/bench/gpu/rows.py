@@ -65,8 +65,8 @@ class Rows:
         bench: where.
         tell: gets `begin`, `row` and `end`, see `supervisor`.
         done: names of what is not measured again.
-        share: which of how many; our calls of that share are made once, and nothing is measured:
-            that compiles their kernels.
+        share: a share's index and the number of shares. Makes our calls of that share once, which
+            compiles their kernels, and measures nothing.
     """
 
     bench: Bench
@@ -107,7 +107,7 @@ class Rows:
             torch.cuda.empty_cache()
 
     def note(self, key: dict[str, Any], find: Callable[[], dict[str, Any]]) -> None:
-        """Record a finding that is no time; an exception becomes a row that says so."""
+        """Record a result that is not a time; an exception becomes a row that says so."""
         if self._is_wanted(key):
             self._find(key, lambda row: row.update(find()))
 
@@ -158,7 +158,7 @@ class Rows:
         else:
             error, bound = contender.error(calls[0])
             row |= {"error": float(f"{error:.3g}"), "error_bound": float(f"{bound:.3g}")}
-            if not error <= bound:  # NaN is not
+            if not error <= bound:  # also if it is NaN
                 row["failed"] = "its result is wrong, so it is not timed"
                 return
         times = self.bench.microseconds(calls, captured=contender.captured)
@@ -185,7 +185,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """Format a row for whoever looks on."""
+    """Format a row as a line for people."""
     what = " ".join(
         f"{name}={value}" if type(value) is int else str(value)
         for name, value in row["key"].items()

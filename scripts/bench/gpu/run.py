@@ -57,8 +57,8 @@ def run(settings: Settings) -> bool:
     begin = time.monotonic()
     end = begin + 60 * settings.minutes
     amount = settings.wanted.amount
-    # A process that forks from one that has torch is quick to start, which a trial wants; with
-    # CUDA a fresh one is the safe way.
+    # A trial forks from a process that has imported torch, which starts quickly; with CUDA only a
+    # fresh process is safe.
     start: Start = "forkserver" if amount is Amount.TINY else "spawn"
     gpu = _look()
     if gpu["device"] == "cpu":
@@ -91,7 +91,7 @@ def compile_ahead(suites: list[Suite], settings: Settings, start: Start, deadlin
     """Compile kernels in parallel; measuring reports what fails here."""
     begin = time.monotonic()
     count = settings.compilers
-    # Of a trial a small part: nothing is compiled for Triton's interpreter.
+    # A trial runs only a small part: nothing is compiled for Triton's interpreter.
     parts = count * 32 if settings.wanted.amount is Amount.TINY else count
     processes = [
         begin_process(start, worker.compile_share, suites, settings.wanted, index, parts)

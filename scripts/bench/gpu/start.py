@@ -1,7 +1,7 @@
 """Time a first start of the 8B shape with an empty kernel cache, and a second one.
 
-From the start of the interpreter to the first token; weights are made on the GPU, so reading them
-from a disk comes on top. Without the API process, which starts meanwhile.
+The time runs from the start of the interpreter to the first token. Weights are made on the GPU, so
+reading them from a disk comes on top. The API process, which starts meanwhile, is left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Run measurements in processes; one that dies or hangs costs that measurement only.
+"""Run measurements in processes; if one dies or hangs, only that measurement is lost.
 
 An error on a GPU often makes it unusable for the whole process, and a kernel may never end. So the
-measuring process reports what it begins and finds, and starts again without the measurement lost.
+measuring process reports what it begins and finds; if it dies, a new one skips that measurement.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, Protocol
 
-START_AGAIN = 75  # exit code: all is told, but this process is of no use any more
+START_AGAIN = 75  # exit code: all is reported, but this process cannot go on
 
 Message = dict[str, Any]
 Start = Literal["spawn", "forkserver"]
 
 
 class Tell(Protocol):
-    """Sends the supervisor `begin`, `row`, `end` or anything else."""
+    """Sends the supervisor `begin`, `row`, `end` or another message."""
 
     def __call__(self, **message: Any) -> None:
         """Send one message."""
         ...
 
 
-# What a supervised process does: tell, the names of what is not to be measured again.
+# What a supervised process runs; takes `tell`, and the names of what is not measured again.
 Work = Callable[[Tell, frozenset[str]], None]
 
 
@@ -89,7 +89,7 @@ class Supervisor:
                     return None
                 try:
                     message = json.loads(ours.recv_bytes())
-                except (EOFError, OSError, ValueError):  # it is gone, perhaps in mid-sentence
+                except (EOFError, OSError, ValueError):  # it died, perhaps within a message
                     process.join()
                     if process.exitcode not in (0, START_AGAIN):
                         self._lose(f"its process ended with code {process.exitcode}")
@@ -130,7 +130,7 @@ def begin_process(start: Start, target: Callable[..., None], *arguments: object)
 
 def end_process(process: BaseProcess) -> None:
     """Kill a process and all that it started."""
-    with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or none any more
+    with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or no longer
         if process.pid is not None and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
-COPY_BYTES = 4 << 30  # read, as many are written; on a small card an eighth of its memory
+COPY_BYTES = 4 << 30  # that are read, and as many written; on a small card an eighth of its memory
 COLD = 3  # operands together are so many times the second-level cache
 MOST_COPIES = 48
 

@@ -1,4 +1,4 @@
-"""Finds the native family of settings that are made here."""
+"""Find the native family of a config that a benchmark makes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Files of llama.cpp's names for mixtures of types, such as Q4_K_M: of which type each matrix is.
+"""The type of each matrix in files of llama.cpp's mixtures of types, such as Q4_K_M.
 
-The rules are those of llama.cpp's src/llama-quant.cpp for a dense model of Llama's layers whose two
-ends are one matrix, without an importance matrix.
+The rules are those of llama.cpp's src/llama-quant.cpp for a dense model of Llama's layers whose
+embedding and head are one matrix, without an importance matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # other names are the type itself
 _ENDS = {"Q4_K_M": "Q6_K", "Q5_K_M": "Q6_K", "IQ4_XS": "Q6_K"}
-# Of matrices whose rows no super-block divides.
+# Types of matrices whose rows are not a multiple of a super-block.
 _NARROW = {
     **dict.fromkeys(("Q2_K", "Q3_K", "IQ4_XS"), "IQ4_NL"),
     "Q4_K": "Q5_0",

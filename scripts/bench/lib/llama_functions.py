@@ -1,7 +1,7 @@
 """llama.cpp's losses on given tokens, and its quantizer: C functions in the package xllamacpp.
 
-The interfaces are llama.h's and ggml.h's. Sizes of structs of settings change with their versions;
-they are passed on whole, in more room than they need. `python llama_functions.py FOLDER MODEL
+The interfaces are llama.h's and ggml.h's. The sizes of settings structs change between versions, so
+these are passed on whole, in larger buffers than they need. `python llama_functions.py FOLDER MODEL
 THREADS` reads lists of token ids as JSON and writes their losses.
 """
 

@@ -36,7 +36,7 @@ class Peer:
         self.about = self._read()
 
     def ask(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what comes of each stream."""
+        """Return the answer of each stream."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Q4, Q8 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 _CODE_BYTES = {Q4: 16, Q8: 32}  # of a block of 32, after its scale in two bytes
 _MIDDLE = {Q4: 8.0, Q8: 128.0}
-# Settings of files by those of configs; a config has some of them.
+# Names of a file's settings and of a config's; a config has some of them.
 _SETTINGS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -145,7 +145,7 @@ def _blocks(
 
 
 def _repeated(type_name: str, size: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """Make blocks of any type; making them is slow, so few rows follow one another."""
+    """Make blocks of any type; making them is slow, so the same rows are repeated."""
     rows = prod(size[:-1])
     few = blocks_of(type_name, min(rows, 256), size[-1], seed=seed)
     few = few.reshape(len(few), -1)

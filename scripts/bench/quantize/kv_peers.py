@@ -2,13 +2,13 @@
 
     scripts/benchmark kv_peers --llama-server PATH --model BF16.gguf --text FILE
 
-Both programs read the same BF16 file. At the same places of the same text each tells the twenty
-likeliest next tokens, with an unquantized cache and with quantized ones; what a cache costs is the
-KL divergence to the program's own unquantized cache. Only tokens that both lists have count by
-themselves, all others as one: that can only make a divergence smaller, and does so for both alike.
+Both programs read the same BF16 file. At the same places of the same text each returns the twenty
+likeliest next tokens, with an unquantized cache and with quantized ones. The cost of a cache is the
+KL divergence from the program's own unquantized cache. Only tokens in both lists count singly; all
+others count as one. That can only make a divergence smaller, and does so for both programs alike.
 Ours are measured bare, and INT8 and INT4 also with what `appliance quantize --kv-bits` finds for
-them. The rival is started if it is given, and never built. Rows of an earlier run that this one
-does not measure stay in the file; each row says which commit it is of.
+them. llama-server is started if its path is given, and never built. Rows of an earlier run that
+this one does not measure stay in the file; each row names its commit.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     scripts/benchmark kv_quality --text prose.txt --tokens 2048 --windows 512 --only fp8 int8
 
 Everything but the cache is float32, and packed weights are dequantized, so that the figures are
-those of the cache alone. Caches are measured bare, FP8 with the scale 1, and with the scales and
-means that `appliance quantize --kv-bits` finds: on the help topics that it takes, on others than
-are read here.
+those of the cache alone. Caches are measured bare (FP8 with the scale 1), and with the scales and
+means that `appliance quantize --kv-bits` finds on its own help topics, which are not those read
+here.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def main() -> None:
     for length in options.windows:
         windows = HeldOutText(options.text, options.tokens, length).windows_of(tokenizer)
         print(f"{len(windows.tokens)} windows of {length} tokens", file=sys.stderr)
-        # Factors of keys are in the weights, which then compute the same by other numbers.
+        # Factors of keys are in the weights of `evened`, which computes the same function.
         bare = {name: of for name, of in chosen.items() if not name.endswith(CALIBRATED)}
         found = evaluate(source, windows, EvaluationOptions(kv=bare))
         rest = evaluate(

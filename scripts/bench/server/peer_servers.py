@@ -124,10 +124,10 @@ def _vllm(setting: Setting, base: Path, model: Path) -> Peer:
     environment = {
         **_OFFLINE,
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # By itself it keeps a core for its other processes: of two it would compute on one.
+        # By default it keeps a core for its other processes; of two it would compute on one.
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
     }
-    # What its installation guide asks for, where it is there.
+    # The libraries that its installation guide asks for, if they are installed.
     libraries = [base / "vllm/lib" / name for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     if preload := ":".join(str(path) for path in libraries if path.exists()):
         environment["LD_PRELOAD"] = preload

@@ -2,10 +2,11 @@
 
     scripts/benchmark start
 
-Each stage of `appliance serve` on the packaged default model, of `appliance --help`, and the memory
-of both processes once they are idle. A machine's speed is taken out by a yardstick: the time of
-five processes that import NumPy, in the same run, between the starts. `BASE` holds what each stage
-took as a multiple of that; a stage beyond twice its own, and the slack, makes this end with code 1.
+Measures each stage of `appliance serve` on the packaged default model, `appliance --help`, and the
+memory of both processes once they are idle. Times are divided by a yardstick, so that the machine's
+speed cancels: the time of five processes that import NumPy, in the same run, between the starts.
+`BASE` holds each stage's earlier multiple of it; a stage beyond twice that plus the slack makes
+this end with code 1.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 
 APPLIANCE = (sys.executable, "-P", "-m", "appliance")
-# Multiples of the yardstick, medians of five starts on a loaded machine. Those of command and
-# weights are what they were, times the medians of seven pairs of starts by the code before and
-# after, which alternated at a load of 15 to 20: 0.22 and 0.55 (0.63 of the whole start, 0.79 of its
-# processor time).
+# Multiples of the yardstick, medians of five starts on a loaded machine. Of "command" and "weights"
+# the old values, times 0.22 and 0.55: medians over seven pairs of starts by the code before and
+# after a change, in alternation at a load of 15 to 20. (The whole start took 0.63, its processor
+# time 0.79.)
 BASE = {
     "help": 0.27,
     "command": 0.11,
