@@ -12,6 +12,7 @@ from appliance.model.layer_weights import (
     AttentionWeights,
     GatedDeltaWeights,
     LatentWeights,
+    Mamba2Weights,
     MLPWeights,
     ShortConvWeights,
 )
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         ExpertsWeights,
         LayerInputWeights,
         LayerWeights,
-        Mamba2Weights,
         MixerWeights,
         TokenInputWeights,
     )
@@ -141,20 +141,18 @@ class LayerBuilder:
         return GatedLinear(self._backend, activation, self._linear(stacked))
 
     def _mixer(self, weights: MixerWeights, spec: MixerSpec) -> Mixer:
-        if isinstance(weights, AttentionWeights):
-            assert isinstance(spec, AttentionSpec)
-            return self._attention(weights, spec)
-        if isinstance(weights, LatentWeights):
-            assert isinstance(spec, LatentAttentionSpec)
-            return self._latent(weights, spec)
-        if isinstance(weights, ShortConvWeights):
-            assert isinstance(spec, ShortConvSpec)
-            return self._short_conv(weights, spec)
-        if isinstance(weights, GatedDeltaWeights):
-            assert isinstance(spec, GatedDeltaSpec)
-            return self._gated_delta(weights, spec)
-        assert isinstance(spec, Mamba2Spec)
-        return self._mamba2(weights, spec)
+        match weights, spec:
+            case AttentionWeights() as own, AttentionSpec() as mixer:
+                return self._attention(own, mixer)
+            case LatentWeights() as own, LatentAttentionSpec() as mixer:
+                return self._latent(own, mixer)
+            case ShortConvWeights() as own, ShortConvSpec() as mixer:
+                return self._short_conv(own, mixer)
+            case GatedDeltaWeights() as own, GatedDeltaSpec() as mixer:
+                return self._gated_delta(own, mixer)
+            case Mamba2Weights() as own, Mamba2Spec() as mixer:
+                return self._mamba2(own, mixer)
+        raise AssertionError(f"{type(weights).__name__} are no weights of {spec}")
 
     def _short_conv(self, weights: ShortConvWeights, spec: ShortConvSpec) -> ShortConv:
         own = (weights.filters, weights.bias)
