@@ -69,7 +69,7 @@ def test_every_part_counts_where_the_model_is_told_from_others(
     files: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
     first, *_, last = (Path(shutil.copy(part, tmp_path)) for part in files[1])
-    precision: Any = type("Precision", (), {"block_size": 16, "kv_layers": None})
+    precision: Any = type("Precision", (), {"block_size": 16, "kv_layers": ()})
 
     def told() -> tuple[bytes, ...]:
         found = kv_fingerprint(first, "x", precision, 64), weights_digest(first)
