@@ -52,7 +52,7 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
             return True  # do not compile or launch it now
 
         before, parse = triton.knobs.runtime.jit_cache_hook, JITFunction.parse
-        JITFunction.parse = _one_at_a_time(parse)
+        JITFunction.parse = one_at_a_time(parse)
         try:
             triton.knobs.runtime.jit_cache_hook = note
             triton.runtime.driver.set_active(NoDevice(target))
@@ -68,7 +68,9 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
             JITFunction.parse = parse
 
 
-def _one_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def one_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let one thread parse at a time."""
+
     def locked(function: Any) -> Any:
         with _parsing:
             return parse(function)

@@ -57,12 +57,12 @@ class KVCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return sum(map(_row_bytes, self._parts))
+        return sum(map(_row_bytes, self.parts))
 
     @property
     def open_bytes(self) -> int:
         """Bytes of one open block in all layers; 0 if none is sealed."""
-        return sum(map(_row_bytes, self._open_parts))
+        return sum(map(_row_bytes, self.open_parts))
 
     def read_block(self, block: int, open_block: int = -1) -> bytes:
         """Return a block's bytes, layer by layer, then those of an open block if one is given.
@@ -70,9 +70,9 @@ class KVCache:
         Empty slots are included, with undefined content. On a GPU `block_copy` moves pages instead,
         without waiting.
         """
-        rows = [part[block] for part in self._parts]
+        rows = [part[block] for part in self.parts]
         if open_block >= 0:
-            rows += [part[open_block] for part in self._open_parts]
+            rows += [part[open_block] for part in self.open_parts]
         return b"".join(
             row.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes() for row in rows
         )
@@ -81,9 +81,9 @@ class KVCache:
         self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
         """Write the bytes of `read_block` back, into this block or another one."""
-        places = [part[block] for part in self._parts]
+        places = [part[block] for part in self.parts]
         if open_block >= 0:
-            places += [part[open_block] for part in self._open_parts]
+            places += [part[open_block] for part in self.open_parts]
         assert len(content) == sum(place.numel() * place.itemsize for place in places)
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         begin = 0
@@ -93,14 +93,16 @@ class KVCache:
             begin = end
 
     @property
-    def _parts(self) -> list[Tensor]:
+    def parts(self) -> list[Tensor]:
+        """Tensors with a row per block, in the order of a block's bytes."""
         closed = (
             layer.closed if isinstance(layer, SealedBlocks) else layer for layer in self.layers
         )
         return [part for layer in closed for part in layer.parts]
 
     @property
-    def _open_parts(self) -> list[Tensor]:
+    def open_parts(self) -> list[Tensor]:
+        """Tensors with a row per open block of the sealed layers."""
         layers = (layer for layer in self.layers if isinstance(layer, SealedBlocks))
         return [part for layer in layers for part in layer.open.parts]
 

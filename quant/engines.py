@@ -139,7 +139,7 @@ class Optimum:
         quantizer.save(quantizer.quantize_model(model, None), str(out))
 
 
-_LIBRARIES: dict[QuantizeLibrary, Library] = {
+LIBRARIES: dict[QuantizeLibrary, Library] = {
     QuantizeLibrary.AUTOAWQ: AutoAWQ(),
     QuantizeLibrary.OPTIMUM: Optimum(),
 }
@@ -153,7 +153,7 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
         QuantizeError: the library is not installed or failed; `out` is removed.
     """
     started = time.monotonic()
-    engine, library = options.engine, _LIBRARIES[options.engine]
+    engine, library = options.engine, LIBRARIES[options.engine]
     method, scheme = library.method, _check(options)
     instead = f"use --method {method.value} --format {library.format.value}, which needs no library"
     try:
@@ -182,7 +182,7 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
 
 
 def _check(options: QuantizeOptions) -> WeightScheme:
-    engine, library, scheme = options.engine, _LIBRARIES[options.engine], options.scheme
+    engine, library, scheme = options.engine, LIBRARIES[options.engine], options.scheme
     method = library.method
     if options.method not in (Method.RTN, method):
         what = f"does --method {method.value}, not {options.method.value}"

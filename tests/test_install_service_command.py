@@ -20,8 +20,8 @@ def call(*arguments: str) -> Result:
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folders of the test's own instead of the system's and the user's."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr(install_service, "_SYSTEM", tmp_path / "system")
-    monkeypatch.setattr(install_service, "_CONFIG", tmp_path / "etc" / "config.toml")
+    monkeypatch.setattr(install_service, "SYSTEM", tmp_path / "system")
+    monkeypatch.setattr(install_service, "CONFIG", tmp_path / "etc" / "config.toml")
     return tmp_path
 
 
@@ -69,7 +69,7 @@ def test_a_folder_that_is_not_ours_is_one_line(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folders / "file").touch()
-    monkeypatch.setattr(install_service, "_SYSTEM", folders / "file")
+    monkeypatch.setattr(install_service, "SYSTEM", folders / "file")
     assert "cannot be written: " in str(call("--write", "--run-as", "x").exception)
     assert "leave one out" in str(call("--user", "--run-as", "x").exception)
     assert "leave one out" in str(call("--docker", "d", "--user").exception)

@@ -100,4 +100,7 @@ def test_what_strangers_bring_about_is_said_once_in_a_while() -> None:
     for number in range(1000):
         say(f"kind {number}")
     assert len(passed) == 6 + 1000
-    assert len(sparing._kinds) <= RepeatedWarningFilter._MAX_KINDS
+    say("kind 999")
+    assert len(passed) == 6 + 1000
+    say("kind 0")
+    assert len(passed) == 6 + 1000 + 1, "the first ones are forgotten"

@@ -1,4 +1,4 @@
-"""One name, one thing; and docstrings are sentences with a verb, not indirect questions.
+"""One name, one thing; docstrings say it with a verb; and tests touch no private name of ours.
 
 The engine counts blocks. A page is their layout, which only the kernels know.
 """
@@ -12,9 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OPENING = re.compile(r"(What|Whether|How|Which|Where|Who|When|Why)\b")
+DEFINED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, *DEFINED)
+PRIVATE = re.compile(r"_(?!_)\w+")
+SUSPECT = re.compile(r"""[."' ](_(?!_)\w+)""")  # touched, perhaps
 ROOT = Path(__file__).parent.parent
 ROOMS = ("appliance", "kernels", "quant", "tui")
 
@@ -31,6 +35,19 @@ PAGES_IN_ENGINE = {
     "PAGESIZE",
 }
 
+# Private names that tests may touch: other packages' of the same name, and no names at all.
+OF_OTHERS = {
+    ("tests/cluster/test_ray_hooks.py", "_replicas"): "an attribute of Ray's request router",
+    ("tests/e2e/clients/test_protocols.py", "_client"): "ollama's client closes only by it",
+    ("tests/kernels/cpu/test_library.py", "_name"): "the path of a ctypes library",
+    ("tests/model/adapters/test_name_patterns.py", "_pattern"): "ends the names of settings",
+    ("tests/model/test_expert_tensors.py", "_scale"): "ends the names of tensors",
+    ("tests/quant/run/test_pipeline.py", "_scale"): "ends the names of tensors",
+    ("tests/server/anthropic/test_messages.py", "_request_id"): "public in Anthropic's client",
+    ("tests/server/dashboard/test_web_dashboard.py", "_make_app"): "a method of textual-serve's",
+    ("tests/server/ollama/test_ollama.py", "_client"): "ollama's client closes only by it",
+}
+
 
 def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
     """Every module of the product under a root, by its path from there."""
@@ -42,42 +59,97 @@ def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
                 yield str(path.relative_to(root)), ast.parse(path.read_text())
 
 
-def definitions(node: ast.AST) -> Iterator[ast.AST]:
-    """A module and all that is defined in it; expressions are not looked into."""
-    if isinstance(node, DOCUMENTED):
-        yield node
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A module and all statements in it; expressions are not looked into."""
+    yield node
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-        statements = getattr(node, field, ())
-        for statement in statements if isinstance(statements, list) else ():
-            yield from definitions(statement)
+        inner = getattr(node, field, ())
+        for statement in inner if isinstance(inner, list) else ():
+            yield from statements(statement)
+
+
+def bound(statement: ast.AST) -> Iterator[str]:
+    """Names that a definition or an assignment binds; of `self` its attributes."""
+    if isinstance(statement, DEFINED):
+        yield statement.name
+    for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
+        for node in ast.walk(target) if target else ():
+            match node:
+                case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="self"), attr=name):
+                    yield name
+
+
+class Found(NamedTuple):
+    """What one reading of all modules finds.
+
+    Attributes:
+        classes: modules that define each public class at their top level, by name of the class.
+        questions: docstrings that open with a question word.
+        private: names with one leading underscore.
+    """
+
+    classes: dict[str, set[str]]
+    questions: list[str]
+    private: set[str]
 
 
 @cache
-def looked_through(root: Path) -> tuple[dict[str, set[str]], list[str]]:
-    """What one reading of all modules finds.
-
-    Returns:
-        The modules that define each public class at their top level, by name of the class; and
-        docstrings that open with a question word.
-    """
-    classes, questions = defaultdict(set), []
+def looked_through(root: Path) -> Found:
+    found = Found(defaultdict(set), [], set())
     for where, module in modules(root):
         for statement in module.body:
             if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
-                classes[statement.name].add(where)
-        for node in definitions(module):
-            assert isinstance(node, DOCUMENTED)
-            if OPENING.match((ast.get_docstring(node, clean=False) or "").lstrip()):
-                questions.append(f"{where}: {getattr(node, 'name', 'the module')}")
-    return classes, questions
+                found.classes[statement.name].add(where)
+        for node in statements(module):
+            found.private.update(filter(PRIVATE.fullmatch, bound(node)))
+            if isinstance(node, DOCUMENTED) and OPENING.match(
+                (ast.get_docstring(node, clean=False) or "").lstrip()
+            ):
+                found.questions.append(f"{where}: {getattr(node, 'name', 'the module')}")
+    return found
 
 
 def exported_classes(root: Path) -> dict[str, set[str]]:
-    return looked_through(root)[0]
+    return looked_through(root).classes
 
 
 def indirect_questions(root: Path) -> list[str]:
-    return looked_through(root)[1]
+    return looked_through(root).questions
+
+
+def touched(node: ast.AST) -> Iterator[str]:
+    """Names that an expression or import reaches; a text may be one for `monkeypatch`."""
+    match node:
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.Constant(value=str(text)):
+            yield text.rpartition(".")[2]
+        case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] in ROOMS:
+            yield from (name.name for name in names)
+
+
+def private_uses(root: Path) -> dict[str, set[str]]:
+    """Private names of the product that a test touches, by file; not those of its own classes."""
+    found = {}
+    for path in sorted((root / "tests").rglob("*.py")):
+        text = path.read_text()
+        suspects = {*SUSPECT.findall(text)} & looked_through(root).private
+        if not suspects or path == Path(__file__):  # which plants some
+            continue  # most files need no parsing
+        module = ast.parse(text)
+        patches = "setattr(" in text or "patch(" in text
+        touches = {
+            name
+            for node in ast.walk(module)
+            if patches or not isinstance(node, ast.Constant)
+            for name in touched(node)
+        } & suspects
+        for node in statements(module):
+            if isinstance(node, ast.ClassDef):
+                touches.difference_update(*map(bound, statements(node)))
+        if touches:
+            found[str(path.relative_to(root))] = touches
+    return found
 
 
 def names_of_pages(engine: Path) -> dict[str, str]:
@@ -143,3 +215,34 @@ def test_a_page_in_the_engine_is_found(tmp_path: Path) -> None:
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "pool.py").write_text("# of pages\nnum_open_pages = 3\n")
     assert names_of_pages(tmp_path) == {"num_open_pages": "blocks/pool.py"}
+
+
+def test_tests_touch_no_private_names() -> None:
+    found = {(where, name) for where, names in private_uses(ROOT).items() for name in names}
+    ours = sorted(found - OF_OTHERS.keys())
+    assert not ours, f"hold behaviour, hand the thing in, or make the name public: {ours}"
+    assert not OF_OTHERS.keys() - found, "OF_OTHERS has names that no test touches"
+
+
+def test_a_private_name_in_a_test_is_found(tmp_path: Path) -> None:
+    planted = {
+        "quant/walk.py": "_BATCH = 3\n\nclass Walk:\n    def _run(self): self._place, x = 1, 2",
+        "tests/test_attribute.py": "walk._place += 1",
+        "tests/test_import.py": "from appliance.quant.walk import _BATCH",
+        "tests/test_inherited.py": "class Other(Walk):\n    def run(self): return self._run()",
+        "tests/test_patched.py": "monkeypatch.setattr('appliance.quant.walk._BATCH', 1)",
+        "tests/test_table.py": "for name in ('_run',):\n    monkeypatch.setattr(Walk, name, 1)",
+        "tests/test_own.py": "class Other:\n    _run = 1\n\n    def run(self): self._place = 1\n\n"
+        "Other()._run, Other()._place, other._moves, 'ends with_run', row['_run']",
+    }
+    for name, text in planted.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert private_uses(tmp_path) == {
+        "tests/test_attribute.py": {"_place"},
+        "tests/test_import.py": {"_BATCH"},
+        "tests/test_inherited.py": {"_run"},
+        "tests/test_patched.py": {"_BATCH"},
+        "tests/test_table.py": {"_run"},
+    }

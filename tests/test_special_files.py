@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_tokenizer import save_byte_tokenizer
@@ -15,11 +16,12 @@ from appliance.engine.tiers.stored_models import stored_models
 from appliance.errors import ApplianceError
 from appliance.files import open_regular, read_json
 from appliance.gguf.header import read_header, starts_as_gguf
-from appliance.model.adapters.peft_folder import _content
+from appliance.model.adapters.peft_folder import read_folder
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.progress.jobs import read_jobs
 from appliance.tokenizer import Tokenizer
 
+NO_MODEL: Any = None  # is not looked at before the files
 pytestmark = pytest.mark.timeout(60)  # not reached unless it waits for a writer
 
 
@@ -76,7 +78,7 @@ def test_links_and_files_are_read(tmp_path: Path) -> None:
         ("model.safetensors", SafetensorsFolder),
         ("model.gguf", lambda folder: read_header(folder / "model.gguf")),
         ("tokenizer.json", Tokenizer.from_path),
-        ("adapter_config.json", lambda folder: _content(folder, "adapter_config.json")),
+        ("adapter_config.json", lambda folder: read_folder(folder, NO_MODEL, {})),
     ],
 )
 def test_a_model_folder_with_one_is_refused(

@@ -136,7 +136,7 @@ class DashboardApp(App[None]):
         self._follow()
         if self.session.controls is not None:
             self.run_worker(self._watch_table(self.session.controls), name="block table")
-        self.set_interval(1 / FRAMES_PER_SECOND, self._frame)
+        self.set_interval(1 / FRAMES_PER_SECOND, self.paint_frame)
 
     def _follow(self) -> None:
         """Follow the feed; a second call replaces the first connection."""
@@ -173,7 +173,7 @@ class DashboardApp(App[None]):
         if isinstance(screen, DashboardScreen):  # otherwise before the start or after the end
             screen.paint(self.session.view(), panels=panels, terminal=self.terminal)
 
-    def _frame(self) -> None:
+    def paint_frame(self) -> None:
         """Paint the map each frame, and numbers once a second or after an important change."""
         if not (self.is_running and self.screen_stack):
             return  # a timer's last tick may come after the last screen is gone

@@ -28,7 +28,7 @@ _ONE_CELL_EACH = re.compile(r"[ -~·°─-▟■●○◆▸▲▼‖…←-↓]
 _SYNCHRONIZED = ("\x1b[?2026h", "\x1b[?2026l")  # around each update; they change no cell
 _UNKNOWN = "\0"
 _NEAR = 4  # cells to send again rather than move the cursor over them
-_MAX_STYLES = 50_000
+MAX_STYLES = 50_000
 
 
 class TerminalMemory:
@@ -52,7 +52,7 @@ class TerminalMemory:
         if not written.startswith("\x1b[") or written.count("\x1b") != len(pieces):
             self.forget()
             return written
-        if len(self._styles) > _MAX_STYLES:
+        if len(self._styles) > MAX_STYLES:
             self.forget()
         pen = _Pen(self._cursor)
         y = x = 0

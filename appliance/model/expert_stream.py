@@ -190,7 +190,7 @@ class ExpertStream:
                 self._copies.wait_event(buffer.used)
             for one in self._pieces[number].ranges:
                 place = buffer.memory[one.offset : one.offset + one.nbytes]
-                place.copy_(_host_bytes(one), non_blocking=True)
+                place.copy_(host_bytes(one), non_blocking=True)
             buffer.arrived = self._recorded()
 
     def _holder(self, number: int) -> _Buffer | None:
@@ -258,7 +258,8 @@ class StreamedExperts:
         return linear(x, weight, bias)
 
 
-def _host_bytes(one: _Range) -> Tensor:
+def host_bytes(one: _Range) -> Tensor:
+    """Return host memory as (nbytes,) uint8, without a copy."""
     memory = (ctypes.c_uint8 * one.nbytes).from_address(one.address)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -153,7 +153,7 @@ class HostExperts:
             if arrived is not None:
                 arrived.synchronize()
             of_rows, of_ids, of_weights = sent
-            self._multiply(of_rows.float(), of_ids, of_weights, out)
+            self.multiply(of_rows.float(), of_ids, of_weights, out)
 
         def finish() -> Tensor:
             self.side.calls.run(multiply)
@@ -165,7 +165,8 @@ class HostExperts:
         buffer = self.side.buffer(name, tuple(tensor.shape), tensor.dtype)
         return buffer.copy_(tensor, non_blocking=True)
 
-    def _multiply(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+    def multiply(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write the weighted sums of rows on the host; shapes as in `begin`."""
         routed = RoutedStruct(
             rows=len(hidden),
             hidden=hidden.data_ptr(),

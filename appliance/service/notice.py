@@ -42,15 +42,15 @@ class ServiceNotice:
             return
         self._stage, self._next = stage, now + _INTERVAL
         share = f" {100 * done // total} %" if total else ""
-        self._send(0.0, STATUS=f"{stage}{share}", EXTEND_TIMEOUT_USEC=f"{START_PATIENCE * 1e6:.0f}")
+        self.send(0.0, STATUS=f"{stage}{share}", EXTEND_TIMEOUT_USEC=f"{START_PATIENCE * 1e6:.0f}")
 
     def ready(self, words: str) -> None:
         """Report that the server accepts requests; `words` is the status."""
-        self._send(_PATIENCE, READY="1", STATUS=words)
+        self.send(_PATIENCE, READY="1", STATUS=words)
 
     def stopping(self) -> None:
         """Report that the server accepts no more requests."""
-        self._send(_PATIENCE, STOPPING="1", STATUS="finishing requests in flight")
+        self.send(_PATIENCE, STOPPING="1", STATUS="finishing requests in flight")
 
     async def watch(self, is_alive: Callable[[], bool]) -> None:
         """Send watchdog pings while `is_alive` returns True; return if there is no watchdog."""
@@ -58,10 +58,11 @@ class ServiceNotice:
             return
         while True:
             if is_alive():
-                self._send(0.0, WATCHDOG="1")
+                self.send(0.0, WATCHDOG="1")
             await asyncio.sleep(self._manager.watchdog_seconds / 4)
 
-    def _send(self, patience: float, **fields: str) -> None:
+    def send(self, patience: float, **fields: str) -> None:
+        """Send fields to the manager, waiting at most `patience` seconds; log a failure."""
         if self._manager is None:
             return
         address = self._manager.address

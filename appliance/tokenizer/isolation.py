@@ -50,7 +50,7 @@ class IsolatedTemplate:
             "variables": template.variables,
             "tool_source": template.tool_source,
         }
-        self._workers = Workers(
+        self.workers = Workers(
             {"template": setup},
             cpu_seconds=CPU_SECONDS,
             memory_bytes=MEMORY_BYTES,
@@ -77,7 +77,7 @@ class IsolatedTemplate:
             "options": options,
         }
         try:
-            answer = self._workers.ask(request, cpu_seconds=CPU_SECONDS)
+            answer = self.workers.ask(request, cpu_seconds=CPU_SECONDS)
         except WorkerEndedError as error:
             raise TemplateLimitError(
                 f"the model's chat template needs more than {CPU_SECONDS:g} s or "
@@ -104,11 +104,11 @@ class IsolatedTemplate:
 
     def rest(self) -> None:
         """End idle processes; the next chat starts a new one."""
-        self._workers.rest()
+        self.workers.rest()
 
     def close(self) -> None:
         """End the processes; the next chat starts a new one."""
-        self._workers.close()
+        self.workers.close()
 
 
 class TemplateLimitError(ChatTemplateError):
@@ -127,7 +127,7 @@ class IsolatedEncoder:
 
     def __init__(self, folder: Path, separator: str) -> None:
         self.separator = separator
-        self._workers = Workers(
+        self.workers = Workers(
             {"tokenizer": str(folder.resolve()), "separator": separator},
             cpu_seconds=60.0,  # the largest ones take a few
             memory_bytes=ENCODE_MEMORY_BYTES,
@@ -161,21 +161,21 @@ class IsolatedEncoder:
             RequestError: it takes too long, or the tokenizer fails.
         """
         try:
-            ids, control = self._workers.ask({"pair": [first, second]}, cpu_seconds=ENCODE_SECONDS)
+            ids, control = self.workers.ask({"pair": [first, second]}, cpu_seconds=ENCODE_SECONDS)
         except WorkerEndedError as error:
             raise RequestError("this model's tokenizer fails on pairs of texts") from error
         return ids, control
 
     def rest(self) -> None:
         """End an idle process; the next text starts a new one."""
-        self._workers.rest()
+        self.workers.rest()
 
     def close(self) -> None:
         """End the process; the next text starts a new one."""
-        self._workers.close()
+        self.workers.close()
 
     def _ask(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         seconds = ENCODE_SECONDS + sum(map(len, texts)) / CHARACTERS_PER_SECOND
         request = {"texts": list(texts), "add_special_tokens": add_special_tokens}
-        found: list[list[int]] = self._workers.ask(request, cpu_seconds=seconds)
+        found: list[list[int]] = self.workers.ask(request, cpu_seconds=seconds)
         return found

@@ -46,7 +46,7 @@ class TokenizerWorker:
     def __init__(self, setup: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(memory_bytes)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -80,8 +80,8 @@ class TokenizerWorker:
             raise WorkerEndedError(str(error)) from error
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._socket.close()
 
     def _receive(self, size: int, deadline: float) -> bytes:
@@ -90,7 +90,7 @@ class TokenizerWorker:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             piece = self._socket.recv(size - len(data))
             if not piece:
-                raise WorkerEndedError(f"it ended with code {self._process.wait()}")
+                raise WorkerEndedError(f"it ended with code {self.process.wait()}")
             data += piece
         return bytes(data)
 

@@ -114,9 +114,9 @@ class NativeCache:
                 _own(num_blocks, end), _own(num_open, open_end), _own(num_states, state_bytes)
             )
         self.block_bytes = places.blocks.stride
-        self._mapping = places.blocks.mapping
+        self.mapping = places.blocks.mapping
         opened = places.opened if places.opened.stride and num_open else None
-        self._open = None if opened is None else opened.mapping
+        self.open_mapping = None if opened is None else opened.mapping
         self._open_address = 0 if opened is None else opened.mapping.address
         self.struct = CacheStruct(
             base=places.blocks.address,
@@ -157,7 +157,7 @@ class NativeCache:
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole blocks, for copy-on-write; no block is both source and destination."""
-        base, size = self._mapping.address, self.block_bytes
+        base, size = self.mapping.address, self.block_bytes
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
 
@@ -170,7 +170,7 @@ class NativeCache:
     @property
     def open_bytes(self) -> int:
         """Bytes of one open block of all layers; 0 if none is sealed."""
-        return 0 if self._open is None else int(self.struct.open_bytes)
+        return 0 if self.open_mapping is None else int(self.struct.open_bytes)
 
     def read_block(self, block: int, open_block: int = -1) -> bytes:
         """Return a block of all layers as stored, followed by an open block if one is given.
@@ -178,12 +178,12 @@ class NativeCache:
         Slots without a token are included, with undefined content.
         """
         begin = block * self.block_bytes
-        content = self._mapping.memory[begin : begin + self.block_bytes]
+        content = self.mapping.memory[begin : begin + self.block_bytes]
         if open_block < 0:
             return content
-        assert self._open is not None
+        assert self.open_mapping is not None
         begin = open_block * self.open_bytes
-        return content + self._open.memory[begin : begin + self.open_bytes]
+        return content + self.open_mapping.memory[begin : begin + self.open_bytes]
 
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
@@ -191,11 +191,11 @@ class NativeCache:
         """Write the bytes of `read_block` back, into this block or another one."""
         size, view = self.block_bytes, memoryview(content)
         assert len(view) == size + (self.open_bytes if open_block >= 0 else 0), len(view)
-        self._mapping.memory[block * size : (block + 1) * size] = view[:size]
+        self.mapping.memory[block * size : (block + 1) * size] = view[:size]
         if open_block >= 0:
-            assert self._open is not None
+            assert self.open_mapping is not None
             begin = open_block * self.open_bytes
-            self._open.memory[begin : begin + self.open_bytes] = view[size:]
+            self.open_mapping.memory[begin : begin + self.open_bytes] = view[size:]
 
 
 def _own(count: int, row_bytes: int) -> Rows:

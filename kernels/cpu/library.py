@@ -25,7 +25,7 @@ LIBRARY = Path(__file__).resolve().parent / "libappliance_cpu.so"
 _REBUILD = "run: python -m appliance.kernels.cpu.build"
 
 _POINTER = c_void_p
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ap_abi": (c_int32, ()),
     "ap_build_version": (c_char_p, ()),
     "ap_struct_bytes": (c_int64, (c_char_p,)),
@@ -184,7 +184,7 @@ def load_library(path: Path = LIBRARY, version: str = __version__) -> ctypes.CDL
             f"install gcc or clang, then {_REBUILD}"
         ) from None
     _check_identity(library, path, version)
-    for name in _SIGNATURES:
+    for name in SIGNATURES:
         _declare(library, name, path)
     return library
 
@@ -194,7 +194,7 @@ def _declare(library: ctypes.CDLL, name: str, path: Path) -> None:
         function = getattr(library, name)
     except AttributeError:
         raise _mismatch(path, f"it has no {name}") from None
-    function.restype, function.argtypes = _SIGNATURES[name]
+    function.restype, function.argtypes = SIGNATURES[name]
 
 
 def _check_identity(library: ctypes.CDLL, path: Path, version: str) -> None:

@@ -318,7 +318,7 @@ def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
     rows_at_once = max(ROW_MULTIPLE, DEQUANTIZED_AT_ONCE // weight.in_features // TILE_N * TILE_N)
     for start in range(0, weight.out_features, rows_at_once):
         end = min(start + rows_at_once, weight.out_features)
-        dense, part = _dequantize(weight, start, end, x).t(), out[:, start:end]
+        dense, part = dequantize_rows(weight, start, end, x).t(), out[:, start:end]
         if linear.bias is None:
             torch.mm(x, dense, out=part)
         else:
@@ -326,7 +326,7 @@ def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
     return gated_activation(out, Activation.SILU, run=GATE_RUN) if linear.gated else out
 
 
-def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
+def dequantize_rows(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
     """Dequantize rows from a multiple of TILE_N, to the dtype and device of `like`."""
     out = like.new_empty(end - start, weight.in_features)
     if weight.has_records:

@@ -64,10 +64,10 @@ class Method(Enum):
     def __new__(cls, name: str, traits: _Traits = _Traits()) -> Self:
         method = object.__new__(cls)
         method._value_ = name
-        method._traits = traits
+        method.traits = traits
         return method
 
-    _traits: _Traits
+    traits: _Traits
 
     @classmethod
     def parse(cls, name: str) -> Method:
@@ -80,15 +80,15 @@ class Method(Enum):
 
     @property
     def needs_text(self) -> bool:
-        return self._traits.needs_text
+        return self.traits.needs_text
 
     @property
     def scales_inputs(self) -> bool:
-        return self._traits.scales_inputs
+        return self.traits.scales_inputs
 
     @property
     def makes_up(self) -> bool:
-        return self._traits.makes_up
+        return self.traits.makes_up
 
     @property
     def quantizer(self) -> Quantizer:
@@ -97,8 +97,8 @@ class Method(Enum):
         Raises:
             NotImplementedError: the method is only named here.
         """
-        name = f"appliance.quant.methods.{self._traits.file}"
-        if self._traits.file and find_spec(name) is not None:
+        name = f"appliance.quant.methods.{self.traits.file}"
+        if self.traits.file and find_spec(name) is not None:
             found = getattr(import_module(name), "quantize_linear", None)
             if found is not None:
                 return cast("Quantizer", found)

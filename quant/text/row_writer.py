@@ -44,9 +44,10 @@ def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
     return found + [chosen.randrange(tokenizer.vocab_size) for _ in range(count - len(found))]
 
 
-def _sample(
+def sample_here(
     model_path: str, device: str, count: int, row_tokens: int, seed: int
 ) -> list[list[int]]:
+    """Sample rows in this process."""
     from appliance.engine.nouns.sampling_params import SamplingParams
     from appliance.llm import LLM
     from appliance.model.source import open_model
@@ -122,7 +123,7 @@ def _main() -> None:
     try:
         if max_bytes:
             _check_fits(path, count, row_tokens, max_bytes)
-        rows = _sample(path, device, count, row_tokens, seed)
+        rows = sample_here(path, device, count, row_tokens, seed)
         from appliance.quant.run.memory import peak_ram
     except ApplianceError as error:
         sys.exit(str(error))

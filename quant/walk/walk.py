@@ -86,7 +86,7 @@ class Walk:
         if not self._stream.exists:
             assert layer == 0, f"the stream before layer {layer} is not in {folder}"
             with self._stream.written(0) as writer:
-                for portion in self._portions():
+                for portion in self.portions():
                     embedded = self._layers.reader.embed(rows[portion].flatten())
                     writer.write(embedded)
 
@@ -138,30 +138,31 @@ class Walk:
 
     def observe(self, block: TransformerBlock, linears: list[ObservedLinear]) -> list[Moments]:
         """Run all rows through a layer up to the last of some linears; return their moments."""
-        calls = (partial(self._run, block, rows) for rows in self._portions())
+        calls = (partial(self.run, block, rows) for rows in self.portions())
         return observe_calls(linears, self._device, calls)
 
     def advance(self, block: TransformerBlock) -> None:
         """Run all rows through a layer as it is now, for the next layer."""
         with self._stream.written(self._stream.layer + 1) as writer:
-            for rows in self._portions():
-                writer.write(self._run(block, rows).cpu())
+            for rows in self.portions():
+                writer.write(self.run(block, rows).cpu())
 
     def _pass(self, block: TransformerBlock) -> None:
-        for rows in self._portions():
-            self._run(block, rows)
+        for rows in self.portions():
+            self.run(block, rows)
 
     def energy(self) -> Tensor:
         """Return the mean squares of the current stream, (num_rows, row_tokens)."""
-        portions = [self._stream.read(rows) for rows in self._portions()]
+        portions = [self._stream.read(rows) for rows in self.portions()]
         return torch.cat([rows.square().mean(-1) for rows in portions]).to(self._device)
 
-    def _portions(self) -> Iterator[slice]:
+    def portions(self) -> Iterator[slice]:
+        """Cut the rows into those that run together."""
         at_once = tokens_at_once(self._row_tokens) // self._row_tokens
         for start in range(0, self._num_rows, at_once):
             yield slice(start, min(start + at_once, self._num_rows))
 
-    def _run(self, block: TransformerBlock, rows: slice) -> Tensor:
+    def run(self, block: TransformerBlock, rows: slice) -> Tensor:
         """Return the stream of some rows after the layer, (tokens, hidden_size)."""
         started = time.perf_counter()
         stream = self._stream.read(rows).flatten(0, 1).to(self._device)

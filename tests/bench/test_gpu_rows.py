@@ -43,7 +43,7 @@ def raising(error: Exception) -> Any:
 def test_a_process_ends_where_the_gpu_may_be_of_no_use(
     monkeypatch: pytest.MonkeyPatch, who: str, error: Exception, works: bool, ends: bool
 ) -> None:
-    monkeypatch.setattr(rows_module, "_works", lambda: works)
+    monkeypatch.setattr(rows_module, "gpu_works", lambda: works)
     told: list[dict[str, Any]] = []
     bench = Bench(torch.device("cuda", 0), 1, 1.0)
     rows = Rows(bench, lambda **message: told.append(message))

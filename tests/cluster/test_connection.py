@@ -52,8 +52,8 @@ def test_a_port_in_use_is_refused_before_rays_proxies_start(
     with bind(ServerConfig(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} .* in use; .* --port"):
-            control._claim_address(ServerConfig(port=port))
-    control._claim_address(ServerConfig(port=port))
+            control.claim_address(ServerConfig(port=port))
+    control.claim_address(ServerConfig(port=port))
 
 
 @pytest.mark.parametrize("bounds", ["3", "4:2", "0:2", "a:b"])

@@ -77,7 +77,7 @@ class Nvml:
 @pytest.fixture(autouse=True)
 def _torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where PyTorch has its usual build."""
-    monkeypatch.setattr(gpus, "_cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
 
 
 def test_two_gpus_that_are_well(look: Look) -> None:
@@ -117,7 +117,7 @@ def test_what_a_driver_does_not_tell_is_unknown(
 
 
 def test_pytorch_for_cpus_beside_a_gpu(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_cuda_of_torch", lambda: None)
+    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: None)
     found = look(check_gpus, Scope(nvml=Nvml()))["driver"]
     assert (found.grade, "CUDA build" in found.fix) == (Grade.FAIL, True)
 

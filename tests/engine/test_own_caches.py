@@ -80,7 +80,7 @@ def held_bytes(engine: LLMEngine) -> int:
 def watched(engine: LLMEngine) -> list[int]:
     """Note after each step what its caches hold, and compare that with what blocks count."""
     noted: list[int] = []
-    step, blocks = engine.step, engine.scheduler._state.blocks
+    step, blocks = engine.step, engine.scheduler.state.blocks
 
     def stepped() -> Any:
         report = step()

@@ -274,8 +274,8 @@ def test_numbers_that_are_none_end_the_request_that_asked(
     engine = load(tiny_llama)
     executor = executor_of(engine)
     break_logits(engine, monkeypatch, lambda call, rows: False)
-    reader: Any = engine.runner
-    monkeypatch.setattr(reader._reader, "_executor", BrokenHead(executor, float("nan")))
+    runner: Any = engine.runner
+    monkeypatch.setattr(runner.reader, "executor", BrokenHead(executor, float("nan")))
     (delta,) = run(engine, scored("a", prompt(20)))
     assert delta.finish_reason is FinishReason.ERROR
     assert "no finite logits" in (delta.error or "")

@@ -78,7 +78,7 @@ def test_a_failure_is_found_again_and_cut_down_to_a_few_events(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(VirtualRunner, "_copy", lambda self, plan: None)
+    monkeypatch.setattr(VirtualRunner, "copy", lambda self, plan: None)
 
     def fails(script: Script) -> bool:
         return failure_of(script, check_every=1) is not None
@@ -94,15 +94,15 @@ def _from_another_slot(slots: StateSlots, sequence: Sequence) -> int:
 
 
 def _without_release(slots: StateSlots, restore: Any) -> None:
-    del slots._restores[restore.sequence]
+    del slots.restores[restore.sequence]
 
 
 def _although_it_is_read(checkpoints: Checkpoints) -> int | None:
-    if not checkpoints._free and checkpoints._found:
-        one = next(reversed(checkpoints._found.values()))
+    if not checkpoints.free and checkpoints.found:
+        one = next(reversed(checkpoints.found.values()))
         one.num_restores = 0
         checkpoints.evict(one.content)
-    return checkpoints._free.pop() if checkpoints._free else None
+    return checkpoints.free.pop() if checkpoints.free else None
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def _although_it_is_read(checkpoints: Checkpoints) -> int | None:
     [
         (StateSlots, "fork", lambda slots, parent, child: None, "another state"),
         (StateSlots, "row", _from_another_slot, "nobody wrote that state"),
-        (StateSlots, "_end", _without_release, "about to go on"),
+        (StateSlots, "end_restore", _without_release, "about to go on"),
         (Checkpoints, "take", _although_it_is_read, "shared while written"),
         (Checkpoints, "evict", lambda checkpoints, content: None, "without its block"),
-        (VirtualRunner, "_state_before", lambda self, entry: self._states[entry.state], "token"),
+        (VirtualRunner, "state_before", lambda self, entry: self.states[entry.state], "token"),
     ],
     ids=["fork", "slot", "release", "shared", "block", "reset"],
 )

@@ -32,13 +32,13 @@ def test_prompts_stream_experts_and_small_decode_steps_are_graphs(
     expected = [by_transformers(made, prompt, TOKENS) for prompt in prompts]
     monkeypatch.setattr(streaming, "THREAD_OPERATIONS", 1.0)
     crossed: list[int] = []
-    original = expert_stream._host_bytes
+    original = expert_stream.host_bytes
 
     def noted(one: Any) -> torch.Tensor:
         crossed.append(one.nbytes)
         return original(one)
 
-    monkeypatch.setattr(expert_stream, "_host_bytes", noted)
+    monkeypatch.setattr(expert_stream, "host_bytes", noted)
     config = EngineConfig(
         model=str(tmp_path),
         threads=1,

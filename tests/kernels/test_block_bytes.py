@@ -25,7 +25,7 @@ def native_cache(precision: KVFormat | list[LayerPrecision]) -> NativeCache:
     cache = NativeCache(
         load_library(), precision, HEADS, num_blocks=BLOCKS, block_size=32, num_open=PAGES
     )
-    for mapping in (cache._mapping, cache._open):
+    for mapping in (cache.mapping, cache.open_mapping):
         if mapping is not None:
             mapping.memory[:] = noise(len(mapping.memory))
     return cache
@@ -36,8 +36,8 @@ def native_memory(cache: NativeCache) -> tuple[list[bytes], list[bytes]]:
         size = len(memory) // count
         return [memory[i * size : (i + 1) * size] for i in range(count)]
 
-    opened = b"" if cache._open is None else cache._open.memory[:]
-    return cut(cache._mapping.memory[:], BLOCKS), cut(opened, PAGES)
+    opened = b"" if cache.open_mapping is None else cache.open_mapping.memory[:]
+    return cut(cache.mapping.memory[:], BLOCKS), cut(opened, PAGES)
 
 
 @pytest.mark.parametrize("precision", [*KVFormat, MIXED], ids=[*(f.value for f in KVFormat), "mix"])
@@ -74,7 +74,7 @@ def torch_cache(precision: LayerPrecision) -> KVCache:
         for heads, width in HEADS
     )
     cache = KVCache(layers)
-    for part in (*cache._parts, *cache._open_parts):
+    for part in (*cache.parts, *cache.open_parts):
         raw = part.view(torch.uint8)
         raw.copy_(
             torch.frombuffer(bytearray(noise(raw.numel())), dtype=torch.uint8).view(raw.shape)
@@ -84,8 +84,8 @@ def torch_cache(precision: LayerPrecision) -> KVCache:
 
 def rows(cache: KVCache, index: int) -> list[bytes]:
     """One block's bytes of each tensor, then one open block's, where there is one."""
-    found = [part[index] for part in cache._parts]
-    found += [part[index] for part in cache._open_parts if index < len(part)]
+    found = [part[index] for part in cache.parts]
+    found += [part[index] for part in cache.open_parts if index < len(part)]
     return [row.contiguous().flatten().view(torch.uint8).numpy().tobytes() for row in found]
 
 
@@ -93,7 +93,7 @@ def rows(cache: KVCache, index: int) -> list[bytes]:
 def test_blocks_of_torch(kv_format: KVFormat) -> None:
     cache = torch_cache(LayerPrecision(kv_format))
     before = [rows(cache, index) for index in range(BLOCKS)]
-    num_closed = len(cache._parts)
+    num_closed = len(cache.parts)
     content = cache.read_block(4)
     assert content == b"".join(before[4][:num_closed])
     assert len(content) == cache.block_bytes

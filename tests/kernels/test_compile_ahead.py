@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from appliance.kernels.compile_ahead import _one_at_a_time
+from appliance.kernels.compile_ahead import one_at_a_time
 
 
 def test_threads_parse_one_at_a_time() -> None:
@@ -20,7 +20,7 @@ def test_threads_parse_one_at_a_time() -> None:
         inside -= 1
         return source.upper()
 
-    locked = _one_at_a_time(parse)
+    locked = one_at_a_time(parse)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(locked, "kernels" * 20)) == list("KERNELS" * 20)
     assert most == 1

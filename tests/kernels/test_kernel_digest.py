@@ -172,7 +172,7 @@ def test_the_architecture_triton_and_the_reader_change_it(
     assert digest(SIGNATURE, 89, "3.7.1") != before
     assert digest(SIGNATURE, 86, "3.7.2") != before
     assert digest(replace(SIGNATURE, name="other", loop_elements=8), 86, "3.7.1") == before
-    monkeypatch.setattr(digests, "_reader", lambda: "another reader")
+    monkeypatch.setattr(digests, "reader_digest", lambda: "another reader")
     assert digest(SIGNATURE, 86, "3.7.1") != before
 
 

@@ -43,13 +43,13 @@ PIECE = 1 << 16
 def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each copy across the bus."""
     found: list[int] = []
-    original = expert_stream._host_bytes
+    original = expert_stream.host_bytes
 
     def noted(one: Any) -> torch.Tensor:
         found.append(one.nbytes)
         return original(one)
 
-    monkeypatch.setattr(expert_stream, "_host_bytes", noted)
+    monkeypatch.setattr(expert_stream, "host_bytes", noted)
     return found
 
 
@@ -102,13 +102,13 @@ def test_only_steps_of_so_many_rows_stream_and_the_last_layer_never(
     by_host = host_experts(decoder)
     assert [one.streamed is None for one in by_host] == [False] * (len(by_host) - 1) + [True]
     multiplied: list[int] = []
-    original = HostExperts._multiply
+    original = HostExperts.multiply
 
     def noted(self: HostExperts, hidden: torch.Tensor, *others: torch.Tensor) -> None:
         multiplied.append(len(hidden))
         original(self, hidden, *others)
 
-    monkeypatch.setattr(HostExperts, "_multiply", noted)
+    monkeypatch.setattr(HostExperts, "multiply", noted)
     logits_of(decoder, token_ids, chunks=[len(token_ids) - 1, 1])
     assert not crossed
     assert len(multiplied) == 2 * len(by_host)

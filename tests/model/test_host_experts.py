@@ -158,7 +158,7 @@ def test_the_shared_expert_runs_between_sending_rows_and_waiting_for_sums(
         monkeypatch.setattr(kind, name, run)
 
     noted(HostExperts, "begin", "begin")
-    noted(HostExperts, "_multiply", "host")
+    noted(HostExperts, "multiply", "host")
     noted(MLP, "__call__", "device")
     logits_of(decoder, token_ids)
     dense = len(source.spec.layers) - len(numbers)

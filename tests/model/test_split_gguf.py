@@ -106,7 +106,7 @@ def test_a_missing_part_is_named_by_every_door(
         shutil.copy(source, part)
     whole_size = sum(part.stat().st_size for part in parts)
     scope: Any = type("Scope", (), {"model": resolve_model(str(parts[2]), cache_dir=tmp_path)})
-    assert machine._weight_bytes(scope) == whole_size
+    assert machine.weight_bytes(scope) == whole_size
     parts[1].unlink()
     for path in (parts[0], parts[2]):
         with pytest.raises(CheckpointError, match=f"{parts[1].name} is missing.*4 of 5 files"):

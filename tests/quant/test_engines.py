@@ -85,7 +85,7 @@ def test_what_the_library_wrote_becomes_the_folder(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Tensor
 ) -> None:
     library = FakeLibrary(AutoAWQ)
-    monkeypatch.setitem(engines._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
+    monkeypatch.setitem(engines.LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
     report = quantize_by_engine(make_llama(), tmp_path / "out", AWQ)
     assert library.rows is rows
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -100,7 +100,7 @@ def test_a_library_that_fails_leaves_nothing_and_is_named(
 ) -> None:
     assert len(rows)
     library = FakeLibrary(AutoAWQ, NameError("QuantizeConfig"))
-    monkeypatch.setitem(engines._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
+    monkeypatch.setitem(engines.LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
     with pytest.raises(QuantizeError, match=r"autoawq 1\.2\.3 failed with NameError: QuantizeCon"):
         quantize_by_engine(make_llama(), tmp_path / "out", AWQ)
     assert not (tmp_path / "out").exists()
@@ -129,12 +129,12 @@ def test_a_gguf_file_is_not_for_other_libraries_and_a_missing_one_is_told_first(
     path.touch()
     with pytest.raises(QuantizeError, match="optimum cannot be imported"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
-    monkeypatch.setitem(engines._LIBRARIES, QuantizeLibrary.OPTIMUM, FakeLibrary(Optimum))
+    monkeypatch.setitem(engines.LIBRARIES, QuantizeLibrary.OPTIMUM, FakeLibrary(Optimum))
     with pytest.raises(ConfigError, match=r"no GGUF files; use --method gptq --format gptq"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
 
 
 def test_engines_are_those_of_the_extras() -> None:
-    assert set(engines._LIBRARIES) == set(QuantizeLibrary) - {QuantizeLibrary.APPLIANCE}
+    assert set(engines.LIBRARIES) == set(QuantizeLibrary) - {QuantizeLibrary.APPLIANCE}
     with pytest.raises(ConfigError, match="supported: appliance, autoawq, optimum"):
         QuantizeLibrary.parse("llamacpp")

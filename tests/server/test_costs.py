@@ -50,7 +50,7 @@ from appliance.server.openai_responses import turns as responses_turns
 from appliance.server.openai_responses.history import InputReader, ResponseStore
 from appliance.server.openai_responses.responding import OutputItems
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
-from appliance.server.requests.prompt import _separate
+from appliance.server.requests.prompt import prompt_text
 from appliance.server.requests.sampling import sampling_params
 from appliance.server.requests.schema import (
     CalledFunction,
@@ -62,7 +62,7 @@ from appliance.server.requests.schema import (
 )
 from appliance.server.retrieval.embedding import with_prompt
 from appliance.server.retrieval.relevance import encoded_pairs
-from appliance.server.retrieval.routes import _pairs
+from appliance.server.retrieval.routes import pairs_of
 from appliance.server.retrieval.schema import ScoreRequest
 from appliance.server.retrieval.vectors import embeddings_of
 from appliance.text import ChoiceText
@@ -116,7 +116,7 @@ def body(shape: Any, size: int) -> Callable[[], object]:
 @door(st.tuples(st.lists(st.sampled_from(["", "a", 1]), min_size=1, max_size=3)), 500, (["a"],))
 def token_and_text_lists(shape: Any, size: int) -> Callable[[], object]:
     prompts = list(islice(cycle(shape[0]), size))
-    return lenient(lambda: _separate(prompts, "prompt"))
+    return lenient(lambda: prompt_text(prompts, _TOKENIZERS[0]))
 
 
 @door(st.tuples(NAMES, st.sampled_from([0, 7, 10**6]), st.booleans()), 300)
@@ -146,8 +146,8 @@ def embeddings_and_pairs(shape: Any, size: int) -> Callable[[], object]:
 
     def begin() -> None:
         given = with_prompt([*texts], recipe, "query")
-        _separate(given, "input")
-        encoded_pairs(_TOKENIZERS[0], reranker, "Judge.", _pairs(body)[0])
+        prompt_text([*given], _TOKENIZERS[0])
+        encoded_pairs(_TOKENIZERS[0], reranker, "Judge.", pairs_of(body)[0])
         embeddings_of(rows, base64=True)
         embeddings_of(rows, base64=False)
 
@@ -459,7 +459,7 @@ def parts_of_an_answer(shape: Any, size: int) -> Callable[[], object]:
     parts: list[Part] = [CallBegin("f"), *islice(cycle(shape), size)]
 
     def build() -> None:
-        messages._blocks(parts)
+        messages.answer_blocks(parts)
         for kinds in ({}, {"f": "custom"}):
             output = OutputItems({}, kinds, short_ids=False, carries=True)
             for part in parts:

@@ -16,6 +16,7 @@ from appliance.engine.process.supervisor import Supervisor
 from appliance.errors import ApplianceError, EngineError
 from appliance.server.api_server import opened_server
 from appliance.server.http import certificate
+from appliance.server.metrics.gpu import GpuProbe
 from appliance.server.metrics.machine import MachineProbe
 from appliance.server.models.model_state import ModelToServe
 from appliance.server.web_server import WebServer
@@ -68,7 +69,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(certificate.Certificate, "refresh"), (ServiceNotice, "_send")]
+    ("owner", "method"), [(certificate.Certificate, "refresh"), (ServiceNotice, "send")]
 )
 async def test_what_failed_goes_on(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
@@ -87,7 +88,7 @@ async def test_what_failed_goes_on(
 async def test_a_reading_of_the_machine_that_fails_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = fails_once(monkeypatch, MachineProbe, "_read")
+    calls = fails_once(monkeypatch, GpuProbe, "read")
     probe = MachineProbe(list)
     found = [await probe.read(), await probe.read()]
     assert found[0] is None
@@ -111,7 +112,7 @@ async def test_a_server_without_a_part_it_needs_ends_with_an_error(
     if part == "the web server":
         monkeypatch.setattr(WebServer, "main_loop", broken)
     else:
-        monkeypatch.setattr(Supervisor, "_keep_alive", broken)
+        monkeypatch.setattr(Supervisor, "keep_alive", broken)
     async with running(tokenizer_folder) as (server, task):
         (model,) = server.state.models
         (engine,) = model.engine.replicas

@@ -197,7 +197,7 @@ class Simulation:
         assert host.room >= 0, "more of host memory is promised than there is"
         for sequence in self.scheduler.sequences():
             least = self.blocks.blocks_for(sequence.num_computed)
-            idle = sequence not in self.scheduler._state.in_flight.entries
+            idle = sequence not in self.scheduler.state.in_flight.entries
             assert not idle or len(sequence.block_table) <= least, "blocks behind its tokens"
         groups = {sequence.group for sequence in self.scheduler.sequences()}
         for group in groups:

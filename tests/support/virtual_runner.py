@@ -108,7 +108,7 @@ class VirtualRunner:
         self._clock = clock
         self._slots = [JUNK] * blocks.num_slots
         self._opened: dict[int, list[int]] = {}
-        self._states = [JUNK] * (0 if blocks.states is None else blocks.states.num_rows)
+        self.states = [JUNK] * (0 if blocks.states is None else blocks.states.num_rows)
         self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
         self._latest: dict[Sequence, int] = {}
         self._flight: deque[tuple[Plan, list[_Entry], tuple[SavedBlock, ...]]] = deque()
@@ -151,7 +151,7 @@ class VirtualRunner:
         for entry in entries:
             table = entry.scheduled.sequence.block_table[: len(entry.table)]
             assert list(table) == entry.table, "blocks left a plan in flight"
-        self._copy(plan)
+        self.copy(plan)
         for load in plan.loads:
             self._load(load, saved)
         self._prepare_states(plan, saved)
@@ -193,7 +193,7 @@ class VirtualRunner:
 
     def save_states(self, rows: Sequences[int]) -> tuple[SavedBlock, ...]:
         """Take states out of the cache."""
-        return tuple(SavedBlock(array("q", (self._states[row],)).tobytes()) for row in rows)
+        return tuple(SavedBlock(array("q", (self.states[row],)).tobytes()) for row in rows)
 
     @property
     def is_idle(self) -> bool:
@@ -228,7 +228,7 @@ class VirtualRunner:
         )
         seen["shared blocks"] += self._blocks.pool.num_shared
 
-    def _copy(self, plan: Plan) -> None:
+    def copy(self, plan: Plan) -> None:
         size, slots = self._size, self._slots
         if not plan.copies:
             return
@@ -244,13 +244,13 @@ class VirtualRunner:
         if plan.states is None:
             return
         for load in plan.states.loads:
-            (self._states[load.row],) = array("q", bytes(load.content(saved).read()))
+            (self.states[load.row],) = array("q", bytes(load.content(saved).read()))
             self.seen["loaded states"] += 1
         self._copy_states(plan.states.copies)
 
     def _copy_states(self, copies: Sequences[StateCopy]) -> None:
         for copy in copies:
-            self._states[copy.destination] = self._states[copy.source]
+            self.states[copy.destination] = self.states[copy.source]
 
     def _content_of(self, save: BlockSave) -> bytes:
         first = save.block * self._size
@@ -291,20 +291,20 @@ class VirtualRunner:
         known = truth[:start] if len(truth) > start else truth
         assert found == known, f"{sequence.request.request_id} reads what it never wrote"
         previous = truth[start - 1] if start else 0
-        if self._states:
-            previous = self._state_before(entry)
+        if self.states:
+            previous = self.state_before(entry)
             assert not start or previous == truth[start - 1], "it goes on from another state"
         del truth[start:]  # what comes may come for the second time
         for position, token in enumerate(tokens, start):
             previous = content_of(salt, previous, token)
             truth.append(previous)
             self._write(entry, position, previous)
-        if self._states:
-            self._states[entry.state] = previous
+        if self.states:
+            self.states[entry.state] = previous
         return truth[start:]
 
-    def _state_before(self, entry: _Entry) -> int:
-        return self._states[entry.state] if entry.scheduled.start else 0
+    def state_before(self, entry: _Entry) -> int:
+        return self.states[entry.state] if entry.scheduled.start else 0
 
     def _write(self, entry: _Entry, position: int, value: int) -> None:
         size = self._size
@@ -331,10 +331,10 @@ class VirtualRunner:
         moved = () if plan.states is None else (*plan.states.copies, *plan.states.checkpoints)
         for state in moved:
             if noise.random() < 0.5:
-                self._states[state.destination] = JUNK
+                self.states[state.destination] = JUNK
         for entry in entries:
             if noise.random() < 0.5:
-                if self._states:
-                    self._states[entry.state] = JUNK
+                if self.states:
+                    self.states[entry.state] = JUNK
                 for position in range(entry.scheduled.start, entry.scheduled.end):
                     self._write(entry, position, JUNK)

@@ -59,7 +59,7 @@ def test_a_chat_reads_as_it_does_in_this_process(
     for messages in (HELLO, [{"role": "user", "content": "\N{SNOWMAN}\0\ud800" * 50_000}]):
         for options in ({}, {"tools": [tool]}, {"add_generation_prompt": False}):
             assert there.render(messages, **options) == here.render(messages, **options)
-    assert there._workers.started == 1, "it is kept"
+    assert there.workers.started == 1, "it is kept"
 
 
 def test_a_template_that_refuses_a_chat_is_no_breach(
@@ -70,7 +70,7 @@ def test_a_template_that_refuses_a_chat_is_no_breach(
     for _ in range(2):
         with pytest.raises(ChatTemplateError, match="roles must alternate"):
             template.render(HELLO)
-    assert template._workers.started == 1, "it is kept"
+    assert template.workers.started == 1, "it is kept"
 
 
 @pytest.mark.parametrize("source", [LONG, LARGE], ids=["long", "large"])
@@ -92,7 +92,7 @@ def test_one_chat_that_breaks_the_limits_costs_one_process(
         assert template.render(HELLO) == expected
         with pytest.raises(TemplateLimitError):
             template.render([{"role": "user", "content": "a bomb"}])
-        assert template._workers.started == 1 + number
+        assert template.workers.started == 1 + number
     assert template.render(HELLO) == expected
 
 
@@ -103,7 +103,7 @@ def test_several_threads_share_some_processes(
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda _: template.render(HELLO), range(64)))
     assert set(texts) == {ChatTemplate(CHATML, {}).render(HELLO)}
-    assert 1 <= template._workers.started <= isolation.MOST_WORKERS
+    assert 1 <= template.workers.started <= isolation.MOST_WORKERS
 
 
 def test_closing_ends_processes_at_work() -> None:
@@ -118,7 +118,7 @@ def test_closing_ends_processes_at_work() -> None:
 
     thread = threading.Thread(target=render)
     thread.start()
-    wait_until(lambda: template._workers._all)
+    wait_until(lambda: template.workers.started)
     template.close()
     thread.join()
     assert len(caught) == 1
@@ -129,12 +129,12 @@ SETUP: dict[str, Any] = {"template": {"source": CHATML, "variables": {}, "tool_s
 
 def test_a_process_that_is_killed_or_stopped_is_noticed() -> None:
     worker = TokenizerWorker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
-    worker._process.send_signal(signal.SIGKILL)
+    worker.process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerEndedError):
         worker.ask({"messages": HELLO}, cpu_seconds=1.0)
     worker.kill()
     worker = TokenizerWorker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
-    worker._process.send_signal(signal.SIGSTOP)
+    worker.process.send_signal(signal.SIGSTOP)
     with pytest.raises(WorkerEndedError, match="timed out"):
         worker.ask({"messages": HELLO}, cpu_seconds=0.01)
     worker.kill()
@@ -144,7 +144,7 @@ PARENT = """
 import json, sys, time
 from appliance.tokenizer.worker import TokenizerWorker
 worker = TokenizerWorker(json.loads(sys.argv[1]), cpu_seconds=5.0, memory_bytes=1 << 30)
-print(worker._process.pid, flush=True)
+print(worker.process.pid, flush=True)
 time.sleep(100)
 """
 

@@ -50,7 +50,7 @@ class Written:
 async def test_only_what_changed_is_painted(
     event_server: EventServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DashboardApp, "_frame", lambda app: None)  # no frame falls due between
+    monkeypatch.setattr(DashboardApp, "paint_frame", lambda app: None)  # no frame falls due between
     async with dashboard(event_server) as (app, pilot):
         written = Written()
         app.terminal = written  # type: ignore[assignment]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -118,13 +119,12 @@ def test_recordings_of_newer_versions_and_missing_ones_are_refused(tmp_path: Pat
         ReplayFeed(tmp_path / "missing")
 
 
-def test_a_full_disk_ends_the_recording_and_is_told() -> None:
+def test_a_full_disk_ends_the_recording_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    recorder = Recorder.__new__(Recorder)
-    recorder._begin = recorder._next_flush = time.monotonic()
-    recorder.failure = ""
-    recorder._file = open("/dev/full", "wb", buffering=0)  # type: ignore[assignment] # noqa: SIM115
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(os, "open", lambda *_: full)
+    recorder = Recorder(Path("of any name"), "http://box")
     recorder.write(STATS)
     assert recorder.failure == "recording stopped: No space left on device"
     recorder.write(STATS)

@@ -117,7 +117,7 @@ def test_what_is_no_update_is_sent_as_it_is_and_nothing_is_relied_on_after_it() 
 
 
 def test_so_many_styles_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appliance.tui.wire._MAX_STYLES", 2)
+    monkeypatch.setattr("appliance.tui.wire.MAX_STYLES", 2)
     memory = TerminalMemory()
     for color in range(9):
         update = written(0, color, "x", Style(color=f"color({color})"))

@@ -52,17 +52,17 @@ class Checkpoints:
         self.on_evict: Callable[[bytes, int], None] | None = None
         self.num_evictions = 0
         self._rows = rows
-        self._free = list(reversed(rows))  # a stack, lowest on top
-        self._found: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
+        self.free = list(reversed(rows))  # a stack, lowest on top
+        self.found: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self.found)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._found)
+        return iter(self.found)
 
     def __contains__(self, content: bytes) -> bool:
-        return content in self._found
+        return content in self.found
 
     @property
     def num_rows(self) -> int:
@@ -70,31 +70,31 @@ class Checkpoints:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
     def get(self, content: bytes) -> Checkpoint | None:
         """Return the checkpoint at the end of a chain."""
-        return self._found.get(content)
+        return self.found.get(content)
 
     def depth(self, hashes: Sequence[bytes]) -> int:
         """Return the number of leading blocks of a chain up to its last checkpoint."""
         for depth in range(len(hashes), 0, -1):
-            if hashes[depth - 1] in self._found:
+            if hashes[depth - 1] in self.found:
                 return depth
         return 0
 
     def take(self) -> int | None:
         """Take a row to write to, evicting a checkpoint if necessary; None if all are in use."""
-        if not self._free:
+        if not self.free:
             spared = self._choose()
             if spared is None:
                 return None
             self.evict(spared.content)
-        return self._free.pop()
+        return self.free.pop()
 
     def give_back(self, row: int) -> None:
         """Return a row that was taken and not added."""
-        self._free.append(row)
+        self.free.append(row)
 
     def add(self, hashes: Sequence[bytes], row: int) -> bool:
         """Register a written row as the checkpoint of a chain.
@@ -102,24 +102,24 @@ class Checkpoints:
         Returns:
             False if the chain has one; the row is then free again.
         """
-        if hashes[-1] in self._found:
+        if hashes[-1] in self.found:
             self.give_back(row)
             self.touch(hashes[-1])
             return False
         depth = self.depth(hashes[:-1])
-        before = self._found[hashes[depth - 1]] if depth else None
-        added = self._found[hashes[-1]] = Checkpoint(hashes[-1], row, before)
+        before = self.found[hashes[depth - 1]] if depth else None
+        added = self.found[hashes[-1]] = Checkpoint(hashes[-1], row, before)
         if before is not None:
             # A checkpoint after both keeps `before`: its chain is unknown here.
             before.behind.add(added)
         return True
 
     def touch(self, content: bytes) -> None:
-        self._found.move_to_end(content)
+        self.found.move_to_end(content)
 
     def evict(self, content: bytes) -> None:
         """Evict a checkpoint, which a tier below may keep."""
-        found = self._found.get(content)
+        found = self.found.get(content)
         if found is not None:
             self.num_evictions += 1
             if self.on_evict is not None:
@@ -128,19 +128,19 @@ class Checkpoints:
 
     def drop(self, content: bytes) -> None:
         """Remove a checkpoint without further use."""
-        gone = self._found.pop(content)
+        gone = self.found.pop(content)
         assert not gone.num_restores, "a sequence is about to go on from it"
         if gone.before is not None:
             gone.before.behind.remove(gone)
             gone.before.behind |= gone.behind
         for behind in gone.behind:
             behind.before = gone.before
-        self._free.append(gone.row)
+        self.free.append(gone.row)
 
     def _choose(self) -> Checkpoint | None:
         """Choose the checkpoint to evict; None if sequences are about to use all of them."""
-        idle = (one for one in self._found.values() if not one.num_restores)
-        oldest = list(islice(idle, max(1, len(self._found) // _SEARCHED)))
+        idle = (one for one in self.found.values() if not one.num_restores)
+        oldest = list(islice(idle, max(1, len(self.found) // _SEARCHED)))
         return next((one for one in oldest if one.behind), oldest[0] if oldest else None)
 
     def check_invariants(self, restored: Collection[int], taken: Collection[int]) -> None:
@@ -151,14 +151,14 @@ class Checkpoints:
                 repetitions.
             taken: rows being written.
         """
-        found = [one.row for one in self._found.values()]
-        rows = sorted([*self._free, *found, *taken])
+        found = [one.row for one in self.found.values()]
+        rows = sorted([*self.free, *found, *taken])
         assert rows == list(self._rows), "a row is lost, or a checkpoint is shared while written"
-        for content, one in self._found.items():
+        for content, one in self.found.items():
             assert one.content == content
             counted = list(restored).count(one.row)
             assert one.num_restores == counted, "a checkpoint is not released"
             assert all(behind.before is one for behind in one.behind)
             if one.before is not None:
-                assert self._found[one.before.content] is one.before
+                assert self.found[one.before.content] is one.before
                 assert one in one.before.behind

@@ -198,7 +198,7 @@ class PrefixCache:
             return best
         followers = self._starts.get(parent + start, {})
         for block, _ in zip(reversed(followers), range(MAX_COMPARED), strict=False):
-            common = _num_common(self._entries[block].tokens, tokens) // TOKEN_BYTES
+            common = num_common(self._entries[block].tokens, tokens) // TOKEN_BYTES
             if common > best[1]:
                 best = block, common
         return best
@@ -220,7 +220,8 @@ class PrefixCache:
         assert all(self._starts.values())
 
 
-def _num_common(a: bytes, b: bytes) -> int:
+def num_common(a: bytes, b: bytes) -> int:
+    """Count the bytes with which both begin."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

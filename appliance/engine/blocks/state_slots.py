@@ -60,7 +60,7 @@ class StateSlots:
         self.num_restored = 0
         self.num_saved = 0
         self.num_rewound = 0
-        self._restores: dict[Sequence, _Restore] = {}
+        self.restores: dict[Sequence, _Restore] = {}
         self._in_plans: deque[list[_Restore]] = deque()  # of uncommitted plans, oldest first
         # Rows being written for a sequence, by its number of tokens.
         self._coming: dict[Sequence, dict[int, int]] = {}
@@ -80,7 +80,7 @@ class StateSlots:
 
     def is_present(self, sequence: Sequence) -> bool:
         """Return True if a sequence's state is in its slot once all plans have run."""
-        return sequence not in self._restores
+        return sequence not in self.restores
 
     def restore(self, sequence: Sequence, content: bytes) -> None:
         """Continue a sequence from a checkpoint, with the next plan."""
@@ -96,7 +96,7 @@ class StateSlots:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Continue a sequence where another one is, with the next plan."""
         source, checkpoint = self.row(parent), None
-        waiting = self._restores.get(parent)
+        waiting = self.restores.get(parent)
         if waiting is not None and waiting.copy is not None and not self._is_planned(waiting):
             source, checkpoint = waiting.copy.source, waiting.checkpoint
         if checkpoint is not None:
@@ -122,14 +122,14 @@ class StateSlots:
         return row
 
     def _begin(self, restore: _Restore) -> None:
-        assert restore.sequence not in self._restores
-        self._restores[restore.sequence] = restore
+        assert restore.sequence not in self.restores
+        self.restores[restore.sequence] = restore
 
     def remember(self, sequence: Sequence) -> bool:
         """Keep a sequence's state before its next rows; return False if there is no room."""
         if sequence in self._before:
             return True
-        if sequence in self._restores:
+        if sequence in self.restores:
             return False  # the same plan fills its slot
         row = self.checkpoints.take()
         if row is None:
@@ -146,7 +146,7 @@ class StateSlots:
     def forget(self, sequence: Sequence) -> None:
         """Drop the state that `remember` kept, if any: the last rows are valid."""
         kept = self._before.get(sequence)
-        if kept is not None and sequence not in self._restores:
+        if kept is not None and sequence not in self.restores:
             del self._before[sequence]
             self.checkpoints.give_back(kept[0])
 
@@ -158,7 +158,7 @@ class StateSlots:
         Args:
             checkpoints: entries whose last row a checkpoint should follow, if there is room.
         """
-        begun = [restore for restore in self._restores.values() if not self._is_planned(restore)]
+        begun = [restore for restore in self.restores.values() if not self._is_planned(restore)]
         self._in_plans.append(begun)
         saved = []
         for entry in checkpoints:
@@ -190,14 +190,14 @@ class StateSlots:
     def settle(self) -> None:
         """Record that the oldest plan has run."""
         for restore in self._in_plans.popleft():
-            if self._restores.get(restore.sequence) is restore:
-                self._end(restore)
+            if self.restores.get(restore.sequence) is restore:
+                self.end_restore(restore)
 
     def discard_plans(self) -> list[Sequence]:
         """Forget all plans after a failure; return the sequences whose copies they held."""
         lost = [restore for restores in self._in_plans for restore in restores]
         self._in_plans.clear()
-        return [one.sequence for one in lost if self._restores.get(one.sequence) is one]
+        return [one.sequence for one in lost if self.restores.get(one.sequence) is one]
 
     def confirm(self, sequence: Sequence, num_tokens: int, block_size: int) -> None:
         """Let others find the checkpoint after a sequence's tokens, if one was written."""
@@ -227,16 +227,17 @@ class StateSlots:
     def free(self, sequence: Sequence) -> None:
         """Take the state from a sequence; its checkpoints stay."""
         self._ended.add(self.row(sequence))
-        restore = self._restores.get(sequence)
+        restore = self.restores.get(sequence)
         if restore is not None:
-            self._end(restore)
+            self.end_restore(restore)
         for row in self._coming.pop(sequence, {}).values():
             self.checkpoints.give_back(row)
         self.forget(sequence)
         self._tails.pop(sequence, None)
 
-    def _end(self, restore: _Restore) -> None:
-        del self._restores[restore.sequence]
+    def end_restore(self, restore: _Restore) -> None:
+        """Forget a restore that is done or no longer wanted; its checkpoint may be evicted."""
+        del self.restores[restore.sequence]
         if restore.checkpoint is not None:
             restore.checkpoint.num_restores -= 1
 
@@ -246,12 +247,12 @@ class StateSlots:
         rows = [self.row(sequence) for sequence in holders]
         assert len(set(rows)) == len(rows), "two sequences have a state slot"
         assert all(0 <= row < self.num_slots for row in rows), "a sequence runs without a slot"
-        assert set(self._restores) <= set(holders), "a state is restored for nobody"
+        assert set(self.restores) <= set(holders), "a state is restored for nobody"
         assert set(self._coming) <= set(holders), "a checkpoint is written for nobody"
         assert set(self._tails) <= set(holders)
         assert set(self._before) <= set(holders), "a state is kept for nobody"
-        assert all(sequence.num_computed for sequence in self._restores)
-        restores = [one for one in self._restores.values() if one.checkpoint is not None]
+        assert all(sequence.num_computed for sequence in self.restores)
+        restores = [one for one in self.restores.values() if one.checkpoint is not None]
         self.checkpoints.check_invariants(
             [one.checkpoint.row for one in restores if one.checkpoint is not None],
             [

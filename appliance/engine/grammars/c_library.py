@@ -54,11 +54,11 @@ class CLibrary:
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._functions = open_functions(path or _lib.__file__)
+        self.functions = open_functions(path or _lib.__file__)
         self._helpers: ThreadPoolExecutor | None = None
 
     def read(self, words: WordList) -> CVocabulary:
-        return CVocabulary(self._functions, words)
+        return CVocabulary(self.functions, words)
 
     def fill(self, rows: list[tuple[GrammarState, int]], words: NDArray[np.int32]) -> None:
         assert words.flags.c_contiguous
@@ -134,26 +134,26 @@ class CState:
         self._pointer = pointer
 
     def __del__(self) -> None:
-        self._functions.llg_free_matcher(self._pointer)
+        self.functions.llg_free_matcher(self._pointer)
 
     @property
-    def _functions(self) -> ctypes.CDLL:
+    def functions(self) -> ctypes.CDLL:
         return self._vocabulary.functions
 
     def deep_copy(self) -> CState:
-        return CState(self._vocabulary, self._functions.llg_clone_matcher(self._pointer))
+        return CState(self._vocabulary, self.functions.llg_clone_matcher(self._pointer))
 
     def is_error(self) -> bool:
-        return bool(self._functions.llg_matcher_is_error(self._pointer))
+        return bool(self.functions.llg_matcher_is_error(self._pointer))
 
     def get_error(self) -> str:
-        return in_text(self._functions.llg_matcher_get_error(self._pointer) or b"")
+        return in_text(self.functions.llg_matcher_get_error(self._pointer) or b"")
 
     def is_accepting(self) -> bool:
-        return bool(self._functions.llg_matcher_is_accepting(self._pointer))
+        return bool(self.functions.llg_matcher_is_accepting(self._pointer))
 
     def is_stopped(self) -> bool:
-        return bool(self._functions.llg_matcher_is_stopped(self._pointer))
+        return bool(self.functions.llg_matcher_is_stopped(self._pointer))
 
     def consume_token(self, token_id: int, /) -> bool:
         if token_id in self._vocabulary.ends and self.is_stopped():
@@ -167,21 +167,21 @@ class CState:
         return max(self._of_tokens("llg_matcher_validate_tokens", token_ids), 0)
 
     def rollback(self, count: int, /) -> bool:
-        return bool(self._functions.llg_matcher_rollback(self._pointer, count) == 0)
+        return bool(self.functions.llg_matcher_rollback(self._pointer, count) == 0)
 
     def compute_ff_tokens(self) -> list[int]:
         found = (c_uint32 * MAX_FORCED)()
-        count = self._functions.llg_matcher_compute_ff_tokens(self._pointer, found, MAX_FORCED)
+        count = self.functions.llg_matcher_compute_ff_tokens(self._pointer, found, MAX_FORCED)
         return found[: max(count, 0)]
 
     def fill(self, address: int, size: int) -> None:
         """Write the mask of `size` bytes to memory, unless this is in error."""
-        code = self._functions.llg_matcher_compute_mask_into(self._pointer, address, size)
+        code = self.functions.llg_matcher_compute_mask_into(self._pointer, address, size)
         assert code == 0 or self.is_error(), "a mask has another size than its row"
 
     def _of_tokens(self, function: str, token_ids: list[int]) -> int:
         count = len(token_ids)
-        found: int = getattr(self._functions, function)(
+        found: int = getattr(self.functions, function)(
             self._pointer, (c_uint32 * count)(*token_ids), count
         )
         return found
@@ -253,7 +253,7 @@ class GrammarFields(Structure):
 
 
 _POINTERS, _SIZE = POINTER(c_uint32), c_size_t
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # what it returns, and takes
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # what it returns, and takes
     "llg_get_version": (c_char_p, ()),
     "llg_constraint_init_set_defaults": (None, (c_void_p, c_void_p)),
     "llg_new_tokenizer_v2": (c_void_p, (POINTER(VocabularyFields), c_char_p, c_size_t)),
@@ -277,7 +277,7 @@ def open_functions(path: str) -> ctypes.CDLL:
     """Open the library and declare its functions, if they are those that are called here."""
     try:
         functions = ctypes.CDLL(path)
-        for name, (returns, takes) in _FUNCTIONS.items():
+        for name, (returns, takes) in FUNCTIONS.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = returns, takes
     except (OSError, AttributeError) as error:

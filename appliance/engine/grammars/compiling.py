@@ -79,7 +79,7 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._vocabulary = vocabulary
         self._reading: Future[ReadVocabulary] | None = None  # reads the vocabulary
-        self._kept: OrderedDict[tuple[object, str], GrammarState] = OrderedDict()
+        self.kept: OrderedDict[tuple[object, str], GrammarState] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, Request] = {}  # by request id
         self._ready: deque[Compiled] = deque()
@@ -138,7 +138,7 @@ class GrammarCompiler:
         if not self.is_waiting(request.request_id):
             return
         try:
-            compiled = Compiled(request, self._compile(grammar))
+            compiled = Compiled(request, self.compile(grammar))
         except RequestError as error:
             compiled = Compiled(request, None, str(error))
         except BaseException as error:  # even a panic in the library ends only this request
@@ -148,13 +148,18 @@ class GrammarCompiler:
             self._ready.append(compiled)
             self._changed.notify_all()
 
-    def _compile(self, grammar: Grammar) -> GrammarState:
+    def compile(self, grammar: Grammar) -> GrammarState:
+        """Compile a grammar now, or return it if it is kept; to be copied.
+
+        Raises:
+            RequestError: the grammar is wrong, or the model cannot obey it.
+        """
         key = (grammar.kind, grammar.text)
         self.times.requests += 1
-        if key in self._kept:
-            self._kept.move_to_end(key)
+        if key in self.kept:
+            self.kept.move_to_end(key)
             self.times.hits += 1
-            return self._kept[key]
+            return self.kept[key]
         begin = time.perf_counter()
         vocabulary = self.prepare().result()  # this thread has finished it before
         matcher = vocabulary.compile(source_of(grammar, forces=self._vocabulary.in_order))
@@ -167,11 +172,11 @@ class GrammarCompiler:
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
         if not mask.any():
             raise RequestError("no answer of this model can obey this grammar")
-        self._kept[key] = matcher
-        while len(self._kept) > 1 and (
-            len(self._kept) > MAX_KEPT or sum(len(text) for _, text in self._kept) > MAX_KEPT_TEXT
+        self.kept[key] = matcher
+        while len(self.kept) > 1 and (
+            len(self.kept) > MAX_KEPT or sum(len(text) for _, text in self.kept) > MAX_KEPT_TEXT
         ):
-            self._kept.popitem(last=False)
+            self.kept.popitem(last=False)
         self.times.add(time.perf_counter() - begin)
         return matcher
 

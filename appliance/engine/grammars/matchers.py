@@ -67,7 +67,7 @@ class Matchers:
         self._only_end = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         self._has_end = bool(eos_token_ids)
         self._first: dict[str, GrammarState] = {}  # initial state by request id
-        self._places: dict[Sequence, _Place] = {}
+        self.places: dict[Sequence, _Place] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def add(self, request_id: str, matcher: GrammarState, live: Collection[Sequence]) -> None:
@@ -77,7 +77,7 @@ class Matchers:
 
     def clear(self) -> None:
         self._first.clear()
-        self._places.clear()
+        self.places.clear()
 
     def begin(
         self, asked: Sequences[tuple[Sequence, tuple[int, ...]]], rows: Sequences[int]
@@ -156,13 +156,13 @@ class Matchers:
 
     def _place(self, sequence: Sequence) -> _Place:
         """Return the state after all tokens of the sequence."""
-        place = self._places.get(sequence)
+        place = self.places.get(sequence)
         grammar = sequence.request.sampling.grammar
         assert grammar is not None
         if place is None or place.position > len(sequence.token_ids):
             first = self._first[sequence.request.request_id]
             place = _Place(first.deep_copy(), sequence.num_prompt_tokens, grammar.after is None)
-            self._places[sequence] = place
+            self.places[sequence] = place
         if place.position < len(sequence.token_ids):
             tokens = sequence.token_ids[place.position :]
             place.position = len(sequence.token_ids)
@@ -205,7 +205,7 @@ class Matchers:
         kept = set(live)
         ids = {sequence.request.request_id for sequence in kept}
         self._first = {key: value for key, value in self._first.items() if key in ids}
-        self._places = {key: value for key, value in self._places.items() if key in kept}
+        self.places = {key: value for key, value in self.places.items() if key in kept}
 
 
 def num_words(vocab_size: int) -> int:

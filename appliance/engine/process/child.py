@@ -114,7 +114,7 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
+        self.decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
         self._kept: deque[FromEngine] = deque()
         self._take: Callable[[FromEngine], object] = self._keep
         self._ended = False
@@ -179,7 +179,7 @@ class EngineConnection(asyncio.Protocol):
         if self._ended:
             return
         try:
-            for message in self._decoder.feed(data):
+            for message in self.decoder.feed(data):
                 self._take(message)
         except Exception as error:
             self._error = error

@@ -130,7 +130,7 @@ class EngineClient(OpenRequests):
             is_busy=self.is_busy,
             launched=launched,
         )
-        self._tables = TableFetches(lambda *asked: self.supervisor.send(FetchTable(*asked)))
+        self.tables = TableFetches(lambda *asked: self.supervisor.send(FetchTable(*asked)))
         self._idle = IdleTimer(idle_timeout, self.supervisor.sleep)
         self.adapters = AdapterCalls(self.supervisor)
 
@@ -343,7 +343,7 @@ class EngineClient(OpenRequests):
         """Fetch one sequence's block table, as between two steps."""
         if self.state is not EngineState.READY or request_id not in self._generations:
             return Table(request_id=request_id, index=index)
-        return await self._tables.fetch(request_id, index)
+        return await self.tables.fetch(request_id, index)
 
     def fail_all(self, error: Exception) -> None:
         """End every request with an error; their consumers close them."""
@@ -403,7 +403,7 @@ class EngineClient(OpenRequests):
         if report.sequences is not None:
             self.sequences = report.sequences
         for table in report.tables:
-            self._tables.answer(table)
+            self.tables.answer(table)
         if report.adapters:
             self.adapters.take(report.adapters)
             self._rest()
@@ -413,7 +413,7 @@ class EngineClient(OpenRequests):
 
     def _forget_sequences(self) -> None:
         self.sequences = ()
-        self._tables.give_up()
+        self.tables.give_up()
 
     def on_death(self, error: EngineDiedError) -> None:
         self.place.leave()

@@ -46,7 +46,7 @@ class FrameDecoder(Generic[MessageT]):
 
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(union)
-        self._buffer = bytearray()
+        self.rest = bytearray()  # of a frame that is not complete
 
     def feed(self, data: bytes) -> list[MessageT]:
         """Add bytes; return the messages they complete.
@@ -54,19 +54,19 @@ class FrameDecoder(Generic[MessageT]):
         Raises:
             FrameError: a frame is too long or not of the union.
         """
-        self._buffer += data
+        self.rest += data
         messages = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer, start)
+        while len(self.rest) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self.rest, start)
             if size > MAX_FRAME_BYTES:
                 raise FrameError(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} are accepted")
             end = start + _LENGTH.size + size
-            if len(self._buffer) < end:
+            if len(self.rest) < end:
                 break
-            messages.append(self._decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            messages.append(self._decode(bytes(self.rest[start + _LENGTH.size : end])))
             start = end
-        del self._buffer[:start]
+        del self.rest[:start]
         return messages
 
     def _decode(self, payload: bytes) -> MessageT:

@@ -54,7 +54,7 @@ class ReplicaRouter(Generic[NameT]):
     """
 
     def __init__(self) -> None:
-        self._records: dict[NameT, KnownPrompts] = {}
+        self.records: dict[NameT, KnownPrompts] = {}
         self._given: dict[NameT, int] = {}  # when each was last chosen
         self._latest = 0
 
@@ -63,20 +63,20 @@ class ReplicaRouter(Generic[NameT]):
 
         Ignores content from a disk tier: the replicas share that folder.
         """
-        self._records[replica] = KnownPrompts(num_blocks)
+        self.records[replica] = KnownPrompts(num_blocks)
 
     def end(self, replica: NameT) -> None:
-        self._records.pop(replica, None)
+        self.records.pop(replica, None)
         self._given.pop(replica, None)
 
     @property
     def uses_hashes(self) -> bool:
         """True if a replica has a cache."""
-        return any(record.capacity for record in self._records.values())
+        return any(record.capacity for record in self.records.values())
 
     def known(self, replica: NameT) -> int:
         """Return the number of blocks that a replica is assumed to have."""
-        return len(self._records[replica])
+        return len(self.records[replica])
 
     def route(self, hashes: Sequence[bytes], loads: Mapping[NameT, ReplicaLoad]) -> NameT:
         """Choose a replica for a request, and record that it gets it.
@@ -89,7 +89,7 @@ class ReplicaRouter(Generic[NameT]):
         within = {replica: load for replica, load in loads.items() if load.sequences <= most}
 
         def preference(replica: NameT) -> tuple[bool, int, bool, int, int, int]:
-            record, load = self._records[replica], within[replica]
+            record, load = self.records[replica], within[replica]
             num_known = record.match(hashes)
             goes_on = record.is_end(hashes, num_known)
             return (
@@ -102,7 +102,7 @@ class ReplicaRouter(Generic[NameT]):
             )
 
         chosen = max(within, key=preference)
-        self._records[chosen].add(hashes)
+        self.records[chosen].add(hashes)
         self._latest += 1
         self._given[chosen] = self._latest
         return chosen

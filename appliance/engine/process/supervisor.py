@@ -196,7 +196,7 @@ class Supervisor:
             await self._end_process()
             self.process = None
             raise
-        self._task = start_task(partial(self._keep_alive, load), "engine-supervisor", self._give_up)
+        self._task = start_task(partial(self.keep_alive, load), "engine-supervisor", self._give_up)
         return info
 
     def lack(self, reason: str) -> None:
@@ -276,7 +276,8 @@ class Supervisor:
             "that was killed by SIGKILL may have run out of memory"
         )
 
-    async def _keep_alive(self, load: MakeLoad) -> None:
+    async def keep_alive(self, load: MakeLoad) -> None:
+        """Supervise the process, and each that takes its place, until cancelled."""
         while True:
             try:
                 await self._serve_once(load)

@@ -38,13 +38,13 @@ class DraftExecutor:
 
     def __init__(self, executor: Executor[Any], cache: Cache, sample_tokens: SampleTokens) -> None:
         self._executor = executor
-        self._cache = cache
+        self.cache = cache
         self._sample_tokens = sample_tokens
 
     def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
         """Copy blocks, given as source and destination."""
         if pairs:
-            self._cache.copy_blocks([source for source, _ in pairs], [to for _, to in pairs])
+            self.cache.copy_blocks([source for source, _ in pairs], [to for _, to in pairs])
 
     @torch.inference_mode()
     def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
@@ -61,7 +61,7 @@ class DraftExecutor:
             [len(one.token_ids) for one in rows],
             [one.start + len(one.token_ids) - one.skipped for one in rows],
             [one.blocks for one in rows],
-            block_size=self._cache.block_size,
+            block_size=self.cache.block_size,
             device=self._executor.device,
         )
         # The served model may have a few more tokens; drafts after one of them are bad guesses.
@@ -92,7 +92,7 @@ class DraftExecutor:
         batch: RaggedBatch,
         wanted: Tensor,
     ) -> Tensor:
-        return self._executor.forward(token_ids, positions, batch, self._cache, wanted)
+        return self._executor.forward(token_ids, positions, batch, self.cache, wanted)
 
 
 class HeadExecutor(DraftExecutor):

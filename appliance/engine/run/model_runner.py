@@ -87,7 +87,7 @@ class ModelRunner(Generic[AnyCache]):
         self._sampler = sampler
         self._device = device
         self._moves = moves
-        self._reader = reader
+        self.reader = reader
         self._states = states
         self._adapters = adapters
         self._kept = kept
@@ -146,7 +146,7 @@ class ModelRunner(Generic[AnyCache]):
                 self._states.load(plan.states.loads, saved)
                 self._states.copy(plan.states.copies)
                 self._states.forget(plan.states.ended)
-            rows, read = self._enqueue(plan)
+            rows, read = self.enqueue(plan)
             if self._states is not None and plan.states is not None:
                 self._states.copy(plan.states.checkpoints)
         self._launched.append(_Launched(rows, read, self._device.record(), begin))
@@ -178,7 +178,8 @@ class ModelRunner(Generic[AnyCache]):
             with self._device.running():
                 self.graphed.capture(on_progress)
 
-    def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
+    def enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
+        """Put a step's work into the device's queue; wait for none of it."""
         reading = PromptReading.of(plan)
         may_adapt = self._adapters is not None
         graphed = self.graphed if reading is None else None
@@ -207,7 +208,7 @@ class ModelRunner(Generic[AnyCache]):
                     hidden = self._kept.run(plan.scheduled, step, wanted)
                 if reading is not None:
                     # First, so that the prompts' logits and the samples' never exist together.
-                    reads = self._reader.launch(hidden, reading)
+                    reads = self.reader.launch(hidden, reading)
                 logits = self.executor.logits(hidden[: len(rows)])
         else:
             logits, drawn = graphed.run(size, geometry, shape, tensors)

@@ -125,13 +125,13 @@ class DeviceMoves:
         self._device = device
         self._rates = rates
         size = _buffer_bytes(self.block_bytes + self.open_bytes)
-        self._buffers = deque(_Buffer(device.zeros((size,), "uint8")) for _ in range(NUM_BUFFERS))
+        self.buffers = deque(_Buffer(device.zeros((size,), "uint8")) for _ in range(NUM_BUFFERS))
         self._rows = {
             num_bytes: PinnedRows(device, num_bytes)
             for num_bytes in (self.block_bytes, self.block_bytes + self.open_bytes)
         }
         # Load the kernel now instead of during a step.
-        mover.swap_out([0], self._buffers[0].memory[: self.block_bytes].view(1, -1))
+        mover.swap_out([0], self.buffers[0].memory[: self.block_bytes].view(1, -1))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         if not copies:
@@ -176,15 +176,15 @@ class DeviceMoves:
     def _groups(self, moves: Sequence[Move]) -> list[list[Move]]:
         """Group whole blocks by buffer size; one with an open block is its own group."""
         whole = [move for move in moves if move.open_block < 0]
-        most = len(self._buffers[0].memory) // self.block_bytes
+        most = len(self.buffers[0].memory) // self.block_bytes
         groups = [whole[start : start + most] for start in range(0, len(whole), most)]
         groups += [[move] for move in moves if move.open_block >= 0]
         return groups
 
     def _next_buffer(self, group: Sequence[BlockSave | BlockLoad]) -> tuple[_Buffer, Tensor]:
         """Return the next buffer, and a row in it per move: (len(group), num_bytes)."""
-        self._buffers.rotate()
-        buffer = self._buffers[0]
+        self.buffers.rotate()
+        buffer = self.buffers[0]
         if buffer.over is not None:
             buffer.over.note_if_over()
             self._device.follow(buffer.over.copy)

@@ -169,7 +169,7 @@ class PromptReader:
     """
 
     def __init__(self, executor: Executor[Any], score_tokens: ScoreTokens, device: Device) -> None:
-        self._executor = executor
+        self.executor = executor
         self._score_tokens = score_tokens
         self._device = device
 
@@ -198,10 +198,10 @@ class PromptReader:
             return []
         parts = (hidden, self._device.send(np.array(labels)))
         return [
-            self._device.fetch(self._executor.logits(rows).gather(1, wanted).float())
+            self._device.fetch(self.executor.logits(rows).gather(1, wanted).float())
             for rows, wanted in zip(*(part.split(LOGIT_ROWS) for part in parts), strict=True)
         ]
 
     def _score(self, hidden: Tensor, targets: Tensor, most: int) -> TokenScores:
-        scores = self._score_tokens(self._executor.logits(hidden), targets, most)
+        scores = self._score_tokens(self.executor.logits(hidden), targets, most)
         return TokenScores(*map(self._device.fetch, scores))

@@ -159,9 +159,9 @@ class Staging:
         self._device = device
         latest_bytes = -(-largest.num_samples * 8 // ALIGNMENT) * ALIGNMENT
         self.num_bytes = latest_bytes + largest.num_bytes
-        self._memory = device.zeros((self.num_bytes,), "uint8")
-        self.latest: Tensor = arrays.viewed(self._memory[:latest_bytes], "int64")
-        self._inputs = self._memory[latest_bytes:]
+        self.memory = device.zeros((self.num_bytes,), "uint8")
+        self.latest: Tensor = arrays.viewed(self.memory[:latest_bytes], "int64")
+        self._inputs = self.memory[latest_bytes:]
         # A synchronous device reads the host's arrays in place.
         self._hosts = [_HostBuffer(self._inputs)]
         if device.is_asynchronous:
@@ -223,7 +223,7 @@ class Staging:
         if not self._device.is_asynchronous:
             return tensors.token_ids
         _, end = shape.places()["token_ids"]
-        tokens: Tensor = arrays.viewed(self._memory[: len(self.latest) * 8 + end], "int64")
+        tokens: Tensor = arrays.viewed(self.memory[: len(self.latest) * 8 + end], "int64")
         return tokens.index_select(0, tensors.sources)
 
     def _keep(self, known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:

@@ -17,7 +17,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         # Time, a number that keeps heapq from comparing sequences, True for the queue's deadline.
-        self._heap: list[tuple[float, int, bool, Sequence]] = []
+        self.entries: list[tuple[float, int, bool, Sequence]] = []
         self._count = 0
         self._limit = _SPARE
 
@@ -31,19 +31,19 @@ class Deadlines:
     def take(self, now: float) -> list[Sequence]:
         """Return live sequences past a deadline, each once."""
         over: dict[Sequence, None] = {}
-        while self._heap and self._heap[0][0] <= now:
-            _, _, in_queue, sequence = heapq.heappop(self._heap)
+        while self.entries and self.entries[0][0] <= now:
+            _, _, in_queue, sequence = heapq.heappop(self.entries)
             if sequence.finish_reason is None and not (in_queue and was_started(sequence)):
                 over[sequence] = None
         return list(over)
 
     def _push(self, when: float, sequence: Sequence, *, in_queue: bool) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (when, self._count, in_queue, sequence))
-        if len(self._heap) > self._limit:
-            self._heap = [entry for entry in self._heap if entry[3].finish_reason is None]
-            heapq.heapify(self._heap)
-            self._limit = 2 * len(self._heap) + _SPARE
+        heapq.heappush(self.entries, (when, self._count, in_queue, sequence))
+        if len(self.entries) > self._limit:
+            self.entries = [entry for entry in self.entries if entry[3].finish_reason is None]
+            heapq.heapify(self.entries)
+            self._limit = 2 * len(self.entries) + _SPARE
 
 
 def was_started(sequence: Sequence) -> bool:

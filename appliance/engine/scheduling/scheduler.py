@@ -105,17 +105,17 @@ class Scheduler:
             is_recurrent=blocks.states is not None,
         )
         in_flight = InFlight(bounds.max_tokens, look_ahead=look_ahead)
-        self._state = State(blocks, tiers or Tiers.none(blocks), bounds, in_flight)
+        self.state = State(blocks, tiers or Tiers.none(blocks), bounds, in_flight)
         self.speculator = speculator
         self._last_arrival = -math.inf
 
     @property
     def has_work(self) -> bool:
-        return bool(self._state.groups)
+        return bool(self.state.groups)
 
     def sequences(self) -> Iterator[Sequence]:
         """Iterate over all live sequences, by request in order of arrival."""
-        return self._state.sequences()
+        return self.state.sequences()
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
@@ -128,7 +128,7 @@ class Scheduler:
             RequestError: the prompt is empty or fills the KV cache, the id is taken, there is no
                 room for so many beams, or the configured speculation excludes them.
         """
-        state = self._state
+        state = self.state
         if request.request_id in state.groups:
             raise RequestError(f"request id {request.request_id} is in use; choose another")
         check_request(request, state.bounds)
@@ -146,14 +146,14 @@ class Scheduler:
             now: monotonic seconds.
         """
         updates: list[Update] = []
-        for sequence in self._state.deadlines.take(now):
+        for sequence in self.state.deadlines.take(now):
             if sequence.status is not SequenceStatus.FINISHED:
                 answers = {answer.sequence: answer for answer in sequence.group.cut()}
                 for one in self.finish(sequence, FinishReason.TIMEOUT):
                     over = Update(one, finish_reason=FinishReason.TIMEOUT)
                     updates.append(answers.get(one, over))
         expired = {update.sequence.request.request_id for update in updates}
-        self._state.counters.expired += len(expired)
+        self.state.counters.expired += len(expired)
         return updates
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
@@ -161,12 +161,12 @@ class Scheduler:
 
         Beams end together.
         """
-        group = self._state.groups.get(request_id)
+        group = self.state.groups.get(request_id)
         live = [] if group is None else group.live
         ending = [sequence for sequence in live if index is None or sequence.index == index]
         for sequence in ending:
             self.finish(sequence, FinishReason.ABORT)
-        self._state.counters.aborted += bool(ending)
+        self.state.counters.aborted += bool(ending)
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> tuple[Sequence, ...]:
@@ -175,7 +175,7 @@ class Scheduler:
             return ()
         ended = sequence.group.unit(sequence)
         for member in ended:
-            self._state.end(member, reason)
+            self.state.end(member, reason)
             if self.speculator is not None:
                 self.speculator.end(member)
         return ended
@@ -198,7 +198,7 @@ class Scheduler:
             None if there is nothing to run before the plan in flight is committed; without one,
             that means no work at all, or only sequences that wait for the disk.
         """
-        state = self._state
+        state = self.state
         state.blocks.metadata.begin_step(now)
         builder = PlanBuilder(state.bounds.limits.max_num_batched_tokens, now)
         state.wake(now)
@@ -234,7 +234,7 @@ class Scheduler:
         Returns:
             Updates for the clients: new tokens, ends and failures.
         """
-        state, results = self._state, iter(sampled)
+        state, results = self.state, iter(sampled)
         blocks, in_flight, counters = state.blocks, state.in_flight, state.counters
         parked, num_generated = state.waiting.parked, 0
         if blocks.states is not None:
@@ -279,7 +279,7 @@ class Scheduler:
 
     def _waits(self, decodes: Rows, prompts: Rows) -> bool:
         """Return True if the plan in flight decides what the next one should hold."""
-        speculator, in_flight = self.speculator, self._state.in_flight
+        speculator, in_flight = self.speculator, self.state.in_flight
         if speculator is None or not in_flight.entries:
             return False
         if in_flight.has_drafts:
@@ -288,16 +288,16 @@ class Scheduler:
             return False
         ahead = [(one, rows) for one, rows in decodes if one in in_flight.entries]
         # Their next token is on its way: the drafts are those after it.
-        bounds = self._state.bounds
+        bounds = self.state.bounds
         most = [(one, rows, most_drafts(one, rows, bounds, is_ahead=True)) for one, rows in ahead]
         return bool(ahead) and speculator.awaits(most, self._room(decodes, prompts))
 
     def _drafts(self, decodes: Rows, prompts: Rows) -> dict[Sequence, tuple[int, ...]]:
         """Ask for drafts, in steps that may hold some."""
-        speculator, in_flight = self.speculator, self._state.in_flight
+        speculator, in_flight = self.speculator, self.state.in_flight
         if speculator is None or not self._may_draft(decodes, prompts):
             return {}
-        bounds = self._state.bounds
+        bounds = self.state.bounds
         most = [
             (one, rows, 0 if one in in_flight.entries else most_drafts(one, rows, bounds))
             for one, rows in decodes
@@ -305,12 +305,12 @@ class Scheduler:
         return speculator.propose(most, self._room(decodes, prompts))
 
     def _may_draft(self, decodes: Rows, prompts: Rows) -> bool:
-        num_startable = len(self._state.waiting) if self._state.slots else 0
+        num_startable = len(self.state.waiting) if self.state.slots else 0
         return bool(decodes) and may_draft(len(prompts), num_startable)
 
     def _room(self, decodes: Rows, prompts: Rows) -> int:
         """Return the number of drafts for which a step has room; a row is left for each prompt."""
-        limits = self._state.bounds.limits
+        limits = self.state.bounds.limits
         return min(
             limits.max_num_batched_tokens - sum([rows for _, rows in decodes]) - len(prompts),
             limits.sample_rows - len(decodes),
@@ -320,7 +320,7 @@ class Scheduler:
         self, entry: ScheduledSequence, results: Ordered[Sampled], updates: list[Update]
     ) -> None:
         """Append the tokens of an entry with drafts; keep its rows up to the last accepted one."""
-        sequence, state = entry.sequence, self._state
+        sequence, state = entry.sequence, self.state
         before = len(sequence.token_ids)
         reason = sequence.group.take(sequence, accepted_run(entry.drafts, results), updates)
         added = len(sequence.token_ids) - before
@@ -336,7 +336,7 @@ class Scheduler:
 
         Their live sequences wait and start over, because some blocks may not have been written.
         """
-        state, states = self._state, self._state.blocks.states
+        state, states = self.state, self.state.blocks.states
         in_plans = state.in_flight.clear()
         if states is not None:
             in_plans += [one for one in states.discard_plans() if one not in in_plans]
@@ -354,19 +354,19 @@ class Scheduler:
         Args:
             is_ahead: the step was planned while the one before it ran.
         """
-        self._state.budget.observe(load, seconds)
+        self.state.budget.observe(load, seconds)
         if self.speculator is not None:
             self.speculator.observe(load, seconds, is_ahead=is_ahead)
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of the snapshot; the engine adds times."""
-        state = self._state
+        state = self.state
         snapshot = state.counters.snapshot(state.blocks, len(state.running), state.num_waiting)
         return add_states(state.tiers.add_stats(snapshot), state.blocks.states)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the records agree."""
-        self._state.check_invariants()
+        self.state.check_invariants()
 
 
 def _group_of(

@@ -146,24 +146,24 @@ class TokenIndex:
     def __init__(self) -> None:
         self.tokens = array("i")
         self.ends: tuple[int, ...] = ends_of(self.tokens)
-        self._tables = [array("i", [-1]) * _SMALLEST for _ in WINDOWS]
+        self.tables = [array("i", [-1]) * _SMALLEST for _ in WINDOWS]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def extend(self, token_ids: Ordered[int]) -> None:
         # A window is findable once a token follows it, so that a text's end does not find itself.
-        if len(token_ids) <= 16 and len(self.tokens) + len(token_ids) <= len(self._tables[0]) // 2:
+        if len(token_ids) <= 16 and len(self.tokens) + len(token_ids) <= len(self.tables[0]) // 2:
             for token_id in token_ids:  # the usual case: a step's tokens
                 self._append(token_id)
             return
         first = max(0, len(self.tokens) - 1)
         self.tokens.extend(token_ids)
-        if len(self.tokens) > len(self._tables[0]) // 2:
-            size = len(self._tables[0])
+        if len(self.tokens) > len(self.tables[0]) // 2:
+            size = len(self.tables[0])
             while size < 2 * len(self.tokens):
                 size *= 2
-            self._tables = [array("i", [-1]) * size for _ in WINDOWS]
+            self.tables = [array("i", [-1]) * size for _ in WINDOWS]
             first = 0
         self._put_many(first)
         self.ends = ends_of(self.tokens)
@@ -177,7 +177,7 @@ class TokenIndex:
             ends: `ends_of` the text.
             most: maximum number of tokens to return.
         """
-        for window, table, end in zip(WINDOWS, self._tables, ends, strict=True):
+        for window, table, end in zip(WINDOWS, self.tables, ends, strict=True):
             place = table[end >> (65 - len(table).bit_length())]
             if place < 0:
                 continue
@@ -200,7 +200,7 @@ class TokenIndex:
     def _append(self, token_id: int) -> None:
         tokens, ends, last = self.tokens, [], len(self.tokens) - 1
         for window, table, end, leaving in zip(
-            WINDOWS, self._tables, self.ends, _LEAVING, strict=True
+            WINDOWS, self.tables, self.ends, _LEAVING, strict=True
         ):
             first = last + 1 - window
             if first >= 0:
@@ -212,7 +212,7 @@ class TokenIndex:
 
     def _put_many(self, first: int) -> None:
         """Put the windows that end at `first` or later, as `_append` does."""
-        for window, table in zip(WINDOWS, self._tables, strict=True):
+        for window, table in zip(WINDOWS, self.tables, strict=True):
             begin = max(0, first + 1 - window)
             tokens = np.frombuffer(self.tokens, dtype=np.int32)[begin:-1].astype(np.uint64)
             if len(tokens) >= window:

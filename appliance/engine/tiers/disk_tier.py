@@ -54,7 +54,7 @@ class DiskTier:
     def __init__(self, store: DiskStore) -> None:
         self.trouble = ""
         self._store = store
-        self._resume = 0.0  # monotonic seconds
+        self.resume_at = 0.0  # monotonic seconds
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._queued = 0
         self._written = threading.Condition()
@@ -79,7 +79,7 @@ class DiskTier:
     @property
     def is_writing(self) -> bool:
         """True if it accepts blocks now."""
-        return not self.trouble or time.monotonic() >= self._resume
+        return not self.trouble or time.monotonic() >= self.resume_at
 
     @property
     def cpu_seconds(self) -> float:
@@ -167,7 +167,7 @@ class DiskTier:
                 self._written.notify_all()
 
     def _say(self, reason: str) -> None:
-        self._resume = time.monotonic() + PAUSE_SECONDS
+        self.resume_at = time.monotonic() + PAUSE_SECONDS
         if reason != self.trouble:
             self.trouble = reason
             logger.warning(

@@ -43,7 +43,7 @@ class HostStore:
     def __init__(self, capacity: int, *, keeps_unwanted: bool = False, state_room: int = 0) -> None:
         self.capacity = capacity
         self._state_room = state_room
-        self._keeps_unwanted = keeps_unwanted
+        self.keeps_unwanted = keeps_unwanted
         self._reserved = 0
         self._wanted: Counter[bytes] = Counter()
         self._held: dict[bytes, HostBlock] = {}  # wanted
@@ -88,7 +88,7 @@ class HostStore:
             if self._wanted[content] == 0:
                 del self._wanted[content]
                 held = self._held.pop(content, None)
-                if held is not None and self._keeps_unwanted:
+                if held is not None and self.keeps_unwanted:
                     self._add_spare(content, held)
 
     def takes(self, content: bytes) -> bool:
@@ -96,7 +96,7 @@ class HostStore:
         if content in self._held or content in self._spare:
             return False
         fits = self.room_of((content,)) <= self.room
-        return content in self._wanted or (self._keeps_unwanted and fits)
+        return content in self._wanted or (self.keeps_unwanted and fits)
 
     def put(self, content: bytes, held: HostBlock) -> None:
         if content in self._wanted:

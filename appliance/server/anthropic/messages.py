@@ -76,7 +76,7 @@ def whole_message(
 ) -> AnthropicMessage:
     """Build the answer as one object; see `message_frames`."""
     (whole,) = wholes
-    message = _message(exchange, answer, _blocks(whole.all_parts))
+    message = _message(exchange, answer, answer_blocks(whole.all_parts))
     called = any(isinstance(block, ToolUseBlock) for block in message.content)
     called = called and not whole.cuts_call
     delta = stop_delta(
@@ -150,7 +150,8 @@ def _delta(kind: type[Part] | None) -> TextDelta | ThinkingDelta | InputDelta:
     return ThinkingDelta(_MARK) if kind is Thought else TextDelta(_MARK)
 
 
-def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
+def answer_blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
+    """Return the blocks of a whole answer; parts of one kind in a row are one block."""
     blocks: list[AnswerBlock] = []
     kind: type[Part] | None = None
     texts: list[str] = []  # of the last block

@@ -127,7 +127,7 @@ def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, An
         decoded = decoder_of(kind).decode(body)
         plain = json.loads(
             body.decode("utf-8"),
-            object_pairs_hook=_refuse_duplicates,
+            object_pairs_hook=refuse_duplicates,
             parse_float=_finite_float,
             parse_int=_bounded_int,
         )
@@ -158,7 +158,8 @@ def _wrong_field(text: str) -> RequestError:
     return RequestError(message, param=name.group() if name else None)
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's fields; raise RequestError if a key stands twice."""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:

@@ -61,7 +61,7 @@ class Idempotency:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._clock = clock
-        self._answers: OrderedDict[_Name, SharedAnswer] = OrderedDict()
+        self.answers: OrderedDict[_Name, SharedAnswer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -92,7 +92,7 @@ class Idempotency:
         self._forget_what_is_over()
         request = f"{scope['path']}?{scope['query_string'].decode('latin-1')}\n".encode()
         digest = hashlib.sha256(request + body).digest()
-        found = self._answers.get(name)
+        found = self.answers.get(name)
         if found is not None and found.digest == digest:
             return found, True
         if found is not None and name.header == "idempotency-key":
@@ -101,22 +101,22 @@ class Idempotency:
                 code="idempotency_key_reused",
             )
         answer = SharedAnswer(self._app, scope, body, digest, self._clock)
-        self._answers[name] = answer
+        self.answers[name] = answer
         return answer, False
 
     def _forget_what_is_over(self) -> None:
         """Drop expired answers; keep running ones and the latest successful ones."""
         now = self._clock()
-        for name, answer in list(self._answers.items()):
+        for name, answer in list(self.answers.items()):
             if answer.spoiled or (answer.ended is not None and now - answer.ended > KEEP_SECONDS):
-                del self._answers[name]
-        total = sum(answer.num_bytes for answer in self._answers.values())
-        for name, answer in list(self._answers.items()):
-            if len(self._answers) <= MAX_ANSWERS and total <= MAX_BYTES:
+                del self.answers[name]
+        total = sum(answer.num_bytes for answer in self.answers.values())
+        for name, answer in list(self.answers.items()):
+            if len(self.answers) <= MAX_ANSWERS and total <= MAX_BYTES:
                 break
             if answer.ended is not None:
                 total -= answer.num_bytes
-                del self._answers[name]
+                del self.answers[name]
 
 
 def _name_of(scope: Scope) -> _Name | None:

@@ -47,37 +47,37 @@ class WrongKeyLimit:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._guessers: OrderedDict[str, _Guesser] = OrderedDict()
+        self.guessers: OrderedDict[str, _Guesser] = OrderedDict()
 
     def check(self, address: str) -> None:
         """Raise TooManyWrongKeysError if an address may not try another key now."""
-        guesser = self._guessers.get(address)
+        guesser = self.guessers.get(address)
         if guesser is not None and (seconds := guesser.guesses.seconds_until(1)):
             raise TooManyWrongKeysError(seconds)
 
     def is_guessing(self, address: str) -> bool:
-        guesser = self._guessers.get(address)
+        guesser = self.guessers.get(address)
         return guesser is not None and bool(guesser.guesses.seconds_until(1))
 
     def accept(self, address: str, digest: bytes) -> None:
         """Remember a right key of an address from which others guess."""
-        if (guesser := self._guessers.get(address)) is not None:
+        if (guesser := self.guessers.get(address)) is not None:
             guesser.right[digest] = None
             if len(guesser.right) > _MAX_REMEMBERED:
                 guesser.right.popitem(last=False)
 
     def knows(self, address: str, digest: bytes) -> bool:
-        guesser = self._guessers.get(address)
+        guesser = self.guessers.get(address)
         return guesser is not None and digest in guesser.right
 
     def note(self, address: str, digest: bytes) -> None:
         """Count a wrong key from an address."""
-        guesser = self._guessers.pop(address, None)
+        guesser = self.guessers.pop(address, None)
         if guesser is None:
             guesser = _Guesser(Bucket(BURST, BURST * SECONDS_PER_GUESS, self._clock))
-        self._guessers[address] = guesser  # now the most recent
-        if len(self._guessers) > _MAX_ADDRESSES:
-            self._guessers.popitem(last=False)
+        self.guessers[address] = guesser  # now the most recent
+        if len(self.guessers) > _MAX_ADDRESSES:
+            self.guessers.popitem(last=False)
         if digest in guesser.wrong:
             guesser.wrong.move_to_end(digest)
             return

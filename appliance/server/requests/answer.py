@@ -194,15 +194,15 @@ class Answer:
         try:
             if len(self._generations) > 1:
                 async for prompt, delta in merged(self._generations):
-                    if pieces := self._take(prompt, delta):
+                    if pieces := self.take(prompt, delta):
                         yield pieces
                 return
             (generation,) = self._generations
             async for delta in generation:
-                pieces = self._take(0, delta)
+                pieces = self.take(0, delta)
                 # Sends together what arrived while the client was not reading.
                 while len(pieces) < MAX_TURN and (more := generation.ready()) is not None:
-                    pieces += self._take(0, more)
+                    pieces += self.take(0, more)
                 if pieces:
                     yield pieces
         except QueueTimeoutError:
@@ -262,7 +262,8 @@ class Answer:
             self.completion_tokens,
         )
 
-    def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
+    def take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
+        """Return the pieces that a delta completes; none after the choice's end."""
         number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
         if choice.ended:  # by a stop string, with more deltas queued

@@ -113,7 +113,7 @@ def retrieval_router(server: ServerState) -> APIRouter:
 
     async def score(request: Request) -> Response:
         state, body = await take_body(server, request, ScoreRequest, RELEVANCE, HARMLESS)
-        pairs, param = _pairs(body)
+        pairs, param = pairs_of(body)
         judged = await begin_judging(state, body, request.scope, pairs, body.instruction, param)
         scores = await _judge(request, judged)
         return json_response(
@@ -163,7 +163,7 @@ def _usage(readings: Readings) -> ReadUsage:
     return ReadUsage(readings.prompt_tokens, readings.prompt_tokens)
 
 
-def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
+def pairs_of(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
     """Return the pairs, and the field of the second texts.
 
     Raises:

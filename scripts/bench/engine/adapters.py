@@ -176,7 +176,7 @@ def traffic(
     while waiting or engine.has_work:
         while waiting and left < options.open:
             number, adapter = waiting.pop(0)
-            hits += adapter is None or (adapter.path, adapter.stamp) in pool._residents
+            hits += adapter is None or (adapter.path, adapter.stamp) in pool.residents
             engine.submit(request(f"t{number}", 1000 + number, options.tokens, adapter))
             left += 1
         start = time.perf_counter()

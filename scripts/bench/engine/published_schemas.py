@@ -98,7 +98,7 @@ class Judge:
         found = Counter(schemas=1)
         begin = time.thread_time()
         try:
-            first = self._compiler._compile(Grammar.json_schema(content["schema"]))
+            first = self._compiler.compile(Grammar.json_schema(content["schema"]))
         except RequestError:
             return found
         self.times.compile.append(1e6 * (time.thread_time() - begin))

@@ -192,7 +192,7 @@ def jumps(llm: LLM, repeats: int) -> dict[str, Any]:
 def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) -> dict[str, Any]:
     """Time the masks of each token of a text on one thread, in microseconds."""
     compiler = GrammarCompiler(size, eos, vocabulary)
-    first = compiler._compile(Grammar.json_schema(PEOPLE))
+    first = compiler.compile(Grammar.json_schema(PEOPLE))
     ids = list(greedy(ids_of(vocabulary), text))
     library, words = open_library(), np.zeros((1, num_words(size)), dtype=np.int32)
     found, read = [], []

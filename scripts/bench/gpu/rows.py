@@ -144,7 +144,7 @@ class Rows:
         row["failed"] = f"{type(error).__name__}: {error}"[:600]
         launched = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         harmful = launched and row["key"].get("who") == "ours"
-        if not self.bench.is_gpu or (not harmful and _works()):
+        if not self.bench.is_gpu or (not harmful and gpu_works()):
             self._say(row)
             return
         print(in_words(row), file=sys.stderr, flush=True)
@@ -170,8 +170,8 @@ class Rows:
             row["tflop_per_second"] = round(work.flops / seconds / 1e12, 2)
 
 
-def _works() -> bool:
-    """Return whether the GPU still computes."""
+def gpu_works() -> bool:
+    """Return True if the GPU still computes."""
     try:
         torch.cuda.synchronize()
         return int(torch.ones(2, device="cuda").sum()) == 2

@@ -5,7 +5,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engine.blocks.prefix_cache import MAX_COMPARED, PrefixCache, _num_common
+from appliance.engine.blocks.prefix_cache import MAX_COMPARED, PrefixCache, num_common
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.nouns.sequence import Sequence
@@ -145,6 +145,6 @@ def test_no_more_than_a_few_blocks_are_compared_however_many_follow() -> None:
     cache = PrefixCache(8)
     for block in range(1000):
         keep(cache, [1, 2, 3, block, 0, 0, 0, 0], 8, block)
-    with patch("appliance.engine.blocks.prefix_cache._num_common", wraps=_num_common) as compared:
+    with patch("appliance.engine.blocks.prefix_cache.num_common", wraps=num_common) as compared:
         assert find(cache, [1, 2, 3, -1, 5])[1] == 3
     assert compared.call_count == MAX_COMPARED

@@ -71,7 +71,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], Answer]:
             tokens.setdefault(key, []).extend(delta.token_ids)
             reasons[key] = delta.finish_reason
         engine.check_invariants()
-    assert not engine.grammars.matchers._places, "nothing is kept of what has ended"
+    assert not engine.grammars.matchers.places, "nothing is kept of what has ended"
     return {key: (text_of(found), reasons[key]) for key, found in tokens.items()}
 
 
@@ -266,13 +266,13 @@ def test_requests_wait_for_their_grammar_and_can_be_aborted_there(
 ) -> None:
     import threading
 
-    may_go, real = threading.Event(), compiling.GrammarCompiler._compile
+    may_go, real = threading.Event(), compiling.GrammarCompiler.compile
 
     def slow(self: Any, grammar: Grammar) -> Any:
         may_go.wait(10)
         return real(self, grammar)
 
-    monkeypatch.setattr(compiling.GrammarCompiler, "_compile", slow)
+    monkeypatch.setattr(compiling.GrammarCompiler, "compile", slow)
     engine.submit(request("slow", Grammar.regex("b{2}")))
     engine.submit(request("gone", Grammar.regex("b{3}")))
     engine.submit(request("free", None, max_tokens=3))
@@ -305,7 +305,7 @@ def test_few_unused_grammars_are_kept(tiny_llama: Path, monkeypatch: pytest.Monk
             run(engine, request(name, Grammar.regex(name)))
         compiler = engine.grammars.compiler
         assert compiler is not None
-        return [text for _, text in compiler._kept]
+        return [text for _, text in compiler.kept]
 
     monkeypatch.setattr(compiling, "MAX_KEPT", 3)
     assert kept("stuvt") == ["u", "v", "t"]

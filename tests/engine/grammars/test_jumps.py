@@ -113,9 +113,9 @@ def test_every_answer_goes_on_in_every_step(tiny_llama: Path) -> None:
         engine.submit(one)
     while engine.has_work:
         engine.step()
-        plan = engine.scheduler._state.counters.last_plan
+        plan = engine.scheduler.state.counters.last_plan
         running = {entry.sequence for entry in plan.scheduled}
-        live = set(engine.scheduler._state.running)
+        live = set(engine.scheduler.state.running)
         assert live <= running
         assert plan.num_tokens <= 16, "drafts take no rows from others"
     assert run(load(tiny_llama, **options), *requests)[0] == expected

@@ -113,7 +113,7 @@ def test_what_is_made_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     one, calls = CLibrary(), dict[str, int]()
 
     def counted(name: str) -> Any:
-        real = getattr(one._functions, name)
+        real = getattr(one.functions, name)
 
         def call(*arguments: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
@@ -122,8 +122,8 @@ def test_what_is_made_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     for name in ("new_tokenizer_v2", "free_tokenizer", "new_matcher", "clone_matcher"):
-        monkeypatch.setattr(one._functions, f"llg_{name}", counted(f"llg_{name}"))
-    monkeypatch.setattr(one._functions, "llg_free_matcher", counted("llg_free_matcher"))
+        monkeypatch.setattr(one.functions, f"llg_{name}", counted(f"llg_{name}"))
+    monkeypatch.setattr(one.functions, "llg_free_matcher", counted("llg_free_matcher"))
     state = one.read(word_list()).compile('start: "ab"')
     copies = [state.deep_copy() for _ in range(3)]
     del state, copies
@@ -140,7 +140,7 @@ def test_other_threads_run_while_a_vocabulary_is_read(monkeypatch: pytest.Monkey
     letters = product(*4 * [b"abcdefghijklmnopqrstuvwxyz"])
     tokens = [special(b"end"), *map(bytes, islice(letters, 32 * 2000 - 1))]
     one, begun, ended = CLibrary(), threading.Event(), threading.Event()
-    real = getattr(one._functions, "llg_new_tokenizer_v2")  # noqa: B009
+    real = getattr(one.functions, "llg_new_tokenizer_v2")  # noqa: B009
 
     def read(*arguments: Any) -> Any:
         begun.set()
@@ -148,7 +148,7 @@ def test_other_threads_run_while_a_vocabulary_is_read(monkeypatch: pytest.Monkey
         ended.set()
         return found
 
-    monkeypatch.setattr(one._functions, "llg_new_tokenizer_v2", read)
+    monkeypatch.setattr(one.functions, "llg_new_tokenizer_v2", read)
     thread = threading.Thread(target=one.read, args=(WordList(tokens, [0], list, SLICES),))
     thread.start()
     assert begun.wait(300)
@@ -164,7 +164,7 @@ def test_other_threads_run_while_a_vocabulary_is_read(monkeypatch: pytest.Monkey
     ("name", "value", "why"),
     [
         ("VERSION", b"llguidance@9.", "not of version 1"),
-        ("_FUNCTIONS", {"llg_gone": (None, ())}, "no C functions"),
+        ("FUNCTIONS", {"llg_gone": (None, ())}, "no C functions"),
         ("LLParserLimits", lambda: LLParserLimits(step_max_items=7), "not laid out"),
     ],
 )

@@ -51,7 +51,7 @@ def answer(matcher: GrammarState, choose: Callable[[list[int]], int]) -> str | N
 
 def obeys(schema: Any, seeds: int) -> int:
     """How many random answers came to their end; each of these is judged."""
-    first = compiler()._compile(Grammar.json_schema(schema))
+    first = compiler().compile(Grammar.json_schema(schema))
     finished = 0
     for seed in range(seeds):
         random = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def test_what_cannot_be_promised_is_refused_by_name(keyword: str, schema: Any) -
 def test_what_is_known_to_be_let_through_still_is(schema: Any, text: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(text), schema)
-    matcher = compiler()._compile(Grammar.json_schema(schema)).deep_copy()
+    matcher = compiler().compile(Grammar.json_schema(schema)).deep_copy()
     tokens = [FIRST_BYTE + byte for byte in text.encode()]
     assert matcher.consume_tokens(tokens), "mended: tell the documentation"
     assert matcher.is_accepting()
@@ -133,7 +133,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(schema=st.recursive(leaves, containers, max_leaves=6), seed=st.integers(0, 2**16))
 def test_random_words_obey_random_schemas(schema: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
-    matcher = compiler()._compile(Grammar.json_schema(schema)).deep_copy()
+    matcher = compiler().compile(Grammar.json_schema(schema)).deep_copy()
     text = answer(matcher, lambda allowed: int(random.choice(allowed)))
     if text is not None:
         jsonschema.validate(json.loads(text), schema)

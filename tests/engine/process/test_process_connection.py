@@ -50,7 +50,7 @@ async def test_messages_are_passed_on_also_those_that_came_before() -> None:
         await until(lambda: found == [STEP])
         whole = encode_frame(STEP)
         engine.sendall(whole[:5])
-        await until(lambda: bytes(connection._decoder._buffer) == whole[:5])
+        await until(lambda: bytes(connection.decoder.rest) == whole[:5])
         engine.sendall(whole[5:])
         engine.close()
         await passing

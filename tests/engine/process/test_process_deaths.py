@@ -17,6 +17,7 @@ from echo_engine import DIE, idle, request, running, tokens
 from waiting import until
 
 from appliance.engine.nouns.messages import Vocabulary
+from appliance.engine.process import supervisor as supervising
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineDiedError, EngineError, EngineUnavailableError, QuarantinedError
 from appliance.grammar import Grammar
@@ -279,8 +280,7 @@ async def test_a_supervisor_whose_recovery_fails_fails_its_requests_and_tells(
         async def broken(*arguments: object) -> None:
             raise ValueError("nobody thought of this")
 
-        for name in ("_serve_once", "_restart"):
-            monkeypatch.setattr(supervisor, name, broken)
+        monkeypatch.setattr(supervising, "sleep", broken)  # before each new start
         assert process is not None
         os.kill(process, signal.SIGKILL)
         with pytest.raises(EngineError):

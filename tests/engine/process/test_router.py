@@ -195,7 +195,7 @@ def test_hashes_are_those_of_the_prefix_cache(prompt: list[int], salt: str, adap
 @given(st.lists(prompts, max_size=12))
 def test_a_match_is_what_a_cache_that_holds_all_of_it_finds(asked: list[list[int]]) -> None:
     router, blocks = router_of(500), BlockManager(500, SIZE)
-    record = router._records[0]
+    record = router.records[0]
     for prompt in asked:
         sequence = Sequence(request(prompt))
         blocks.index.extend_hashes(sequence, len(prompt) // SIZE)

@@ -48,7 +48,7 @@ def staged_plan(
 ) -> tuple[StepTensors, RaggedBatch]:
     device = HostDevice()
     staging = Staging(device, LARGEST)
-    for tensor in (staging._memory,):
+    for tensor in (staging.memory,):
         tensor.fill_(77)  # whatever the step before has left
     sampler = Sampler((), batched.choose, penalize, device, num_slots=8, vocab_size=300)
     geometry = Geometry.of(plan, 16, spare, size)

@@ -316,14 +316,14 @@ def test_a_step_without_memory_ends_its_request_and_the_others_start_over(
     small = request("small", prompt(10, 8), max_tokens=9, ignore_eos=True)
     expected = run(load(tiny_llama, None), small)["small", 0][0]
     engine = load(tiny_llama, LateDevice())
-    real = engine.runner._enqueue  # type: ignore[attr-defined]
+    real = engine.runner.enqueue  # type: ignore[attr-defined]
 
     def limited(plan: Any) -> Any:
         if any(entry.sequence.request.request_id == "large" for entry in plan.scheduled):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(plan)
 
-    monkeypatch.setattr(engine.runner, "_enqueue", limited)
+    monkeypatch.setattr(engine.runner, "enqueue", limited)
     engine.submit(small)
     deltas = [delta for _ in range(4) for delta in engine.step().deltas]
     deltas += deltas_of(engine, request("large", prompt(40, 9)))

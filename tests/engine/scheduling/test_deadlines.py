@@ -124,7 +124,7 @@ def test_what_has_ended_is_forgotten() -> None:
         sequence = Sequence(request(str(number), timeout=MAX_TIMEOUT))
         deadlines.add(sequence)
         sequence.finish_reason = FinishReason.STOP
-    assert len(deadlines._heap) < 200
+    assert len(deadlines.entries) < 200
 
 
 def test_a_refusal_says_which_limit_it_was() -> None:

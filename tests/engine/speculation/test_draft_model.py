@@ -33,13 +33,13 @@ class Watched:
 
         def watched_run(model: Any, rows: Ordered[DraftRows]) -> Any:
             for one in rows:
-                self._check(one, model._cache.block_size)
+                self._check(one, model.cache.block_size)
             return run(model, rows)
 
         def watched_copy(model: Any, pairs: Ordered[tuple[int, int]]) -> None:
             for source, to in pairs:
                 self.seen["copied blocks"] += 1
-                for offset in range(model._cache.block_size):
+                for offset in range(model.cache.block_size):
                     self._places[to, offset] = self._places[source, offset]
             copy(model, pairs)
 

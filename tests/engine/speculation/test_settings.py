@@ -76,7 +76,7 @@ def test_no_draft_is_longer_than_asked_for(tiny_llama: Path) -> None:
     longest = 0
     while engine.has_work:
         engine.step()
-        drafted = engine.scheduler._state.counters.last_plan.drafted
+        drafted = engine.scheduler.state.counters.last_plan.drafted
         longest = max(longest, *(len(entry.drafts) for entry in drafted), 0)
     assert longest <= 2
 

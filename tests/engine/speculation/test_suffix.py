@@ -87,7 +87,7 @@ def test_a_text_of_one_kind_of_token_is_found_in_either_way_of_reading() -> None
         == slowly.find(context, ends_of(context), 1)
         == (MAX_MATCH, (7,))
     )
-    assert at_once._tables == slowly._tables
+    assert at_once.tables == slowly.tables
 
 
 def test_no_match_leads_from_one_text_into_another() -> None:
@@ -135,5 +135,5 @@ def test_its_memory_is_bounded() -> None:
     assert list(proposer.propose([(second, 2)])) == [second], "there is room again"
     index = TokenIndex()
     index.extend([1] * 5000)
-    size = 4 * len(index) + sum(4 * len(table) for table in index._tables)
+    size = 4 * len(index) + sum(4 * len(table) for table in index.tables)
     assert size <= BYTES_PER_TOKEN * len(index)

@@ -276,7 +276,7 @@ def test_a_disk_that_refuses_is_said_once_and_tried_again(
         disk = engine.tiers.disk
         assert disk is not None
         assert not disk.is_writing
-        disk._resume = 0.0  # the pause is over
+        disk.resume_at = 0.0  # the pause is over
         run_twice(engine, request("c", seed=2))
         assert engine.stats().kv_disk_writing is True
         assert engine.stats().kv_disk_written_total > 0

@@ -48,7 +48,7 @@ def compile_fake(
         + "".join(f'if (!strcmp(name, "{name}")) return {size};' for name, size in sizes.items())
         + "return -1; }",
     }
-    functions = {name: f"void {name}(void) {{}}" for name in library._SIGNATURES} | answers
+    functions = {name: f"void {name}(void) {{}}" for name in library.SIGNATURES} | answers
     functions.pop(leave_out, None)
     source = folder / "fake.c"
     source.write_text("#include <string.h>\n" + "\n".join(functions.values()))

@@ -31,7 +31,7 @@ def filled_cache(kv_format: KVFormat) -> KVCache:
         else:
             layers.append(KVPages.allocate(kv_format, **shape, block_size=32, device=CPU))
     cache = KVCache(tuple(layers))
-    for part in (*cache._parts, *cache._open_parts):
+    for part in (*cache.parts, *cache.open_parts):
         noise = random.Random(part.numel()).randbytes(part.numel())
         part.copy_(torch.frombuffer(bytearray(noise), dtype=torch.uint8).view(part.shape))
     return cache
@@ -126,7 +126,7 @@ def test_any_number_of_blocks_is_moved_through_two_buffers(monkeypatch: pytest.M
     monkeypatch.setattr("appliance.engine.run.moves.BUFFER_BYTES", 2 * cache.block_bytes)
     expected = [cache.read_block(block) for block in range(6)]
     moves = DeviceMoves(BlockMover(split_sealed(cache.layers)[0]), device, rates)
-    buffers = sum(len(buffer.memory) for buffer in moves._buffers)
+    buffers = sum(len(buffer.memory) for buffer in moves.buffers)
     assert buffers == staging_bytes(cache.block_bytes) == 4 * cache.block_bytes
     saved = moves.save([BlockSave(block) for block in range(6)])
     assert len(device.waiting) == 2, "the third group has waited for the first"

@@ -89,7 +89,7 @@ def test_many_rows_by_a_dense_product(monkeypatch: pytest.MonkeyPatch, name: str
     x = activations(150, 256, BF16)
     linear = prepare_linear(weight, None, BF16)
     assert isinstance(linear, TiledLinear)
-    dense = launch._dequantize(linear.weight, 64, 200, x)
+    dense = launch.dequantize_rows(linear.weight, 64, 200, x)
     assert torch.equal(dense, weight.dequantize(BF16)[64:])
     expected = x.double() @ weight.dequantize(BF16).double().t()
     bound = 4e-3 * float(expected.abs().max())

@@ -114,7 +114,7 @@ def test_many_rows_of_four_bit_floats_are_multiplied_densely() -> None:
     x = activations(600, 128, BF16)
     linear = prepare_linear(weight, None, BF16)
     assert isinstance(linear, TiledLinear)
-    dense = launch._dequantize(linear.weight, 64, 128, x)
+    dense = launch.dequantize_rows(linear.weight, 64, 128, x)
     torch.testing.assert_close(dense, weight.dequantize(BF16)[64:128], rtol=2**-7, atol=0)
     y = x.double() @ weight.dequantize(BF16).double().t()
     torch.testing.assert_close(linear(x).double(), y, rtol=2e-2, atol=4e-3 * float(y.abs().max()))
@@ -230,7 +230,7 @@ def test_many_rows_by_a_dense_product(
     assert choose_tile(600, target_of(x.device).capability) is None
     plain = prepare_linear(weight, None, BF16)
     assert isinstance(plain, TiledLinear)
-    dense = launch._dequantize(plain.weight, 128, 256, few)
+    dense = launch.dequantize_rows(plain.weight, 128, 256, few)
     torch.testing.assert_close(dense, weight.dequantize(BF16)[128:256], rtol=2**-7, atol=2e-3)
     linear = (prepare_gate_up if gated else prepare_linear)(weight, bias, BF16)
     assert isinstance(linear, TiledLinear)

@@ -159,7 +159,7 @@ def test_a_method_that_is_only_named_does_not_round() -> None:
 
 
 def test_a_method_whose_file_is_missing_does_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Method.RTN, "_traits", replace(Method.RTN._traits, file="nowhere"))
+    monkeypatch.setattr(Method.RTN, "traits", replace(Method.RTN.traits, file="nowhere"))
     with pytest.raises(NotImplementedError, match="--method rtn is named, but nothing quantizes"):
         data_free.quantize(heavy_tailed(0), SCHEMES[0], Method.RTN, torch.bfloat16)
 

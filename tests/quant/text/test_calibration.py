@@ -83,11 +83,11 @@ def test_scales_are_folded_without_a_trace(model: Path, text: Path, tmp_path: Pa
     source = open_model(model)
     walk = Walk(source, options(text).rows_of(model).rows, tmp_path / "stream", CPU)
     block = walk.block(0)
-    before = [walk._run(block, rows) for rows in walk._portions()]
+    before = [walk.run(block, rows) for rows in walk.portions()]
     seen = walk.observe(block, list(block.linears()))
     chosen = awq.scale_inputs(block, seen, [SCHEME] * 4, torch.bfloat16, 0.0)
     assert any(scales.exponent > 0 for scales in chosen)
-    after = [walk._run(block, rows) for rows in walk._portions()]
+    after = [walk.run(block, rows) for rows in walk.portions()]
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     norm = block.mixer_norm.weight

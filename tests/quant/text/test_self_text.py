@@ -16,7 +16,7 @@ from waiting import LIMIT
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration
 from appliance.quant.text.calibration import CalibrationText, WrittenRows, sample_rows
-from appliance.quant.text.row_writer import MIB, _sample, first_words
+from appliance.quant.text.row_writer import MIB, first_words, sample_here
 from appliance.tokenizer import Tokenizer
 
 WATCHED = """
@@ -36,7 +36,7 @@ def test_the_same_seed_writes_the_same_rows(smollm2_gguf: Path) -> None:
     written = sample_rows(smollm2_gguf, 3, 24, seed=1)
     first = written.rows
     assert [len(row) for row in first] == [24] * 3
-    assert _sample(str(smollm2_gguf), "cpu", 3, 24, 1) == first, "in another process too"
+    assert sample_here(str(smollm2_gguf), "cpu", 3, 24, 1) == first, "in another process too"
     weights = smollm2_gguf.stat().st_size
     assert written.peak_ram > psutil.Process().memory_info().rss / 2 + weights
     words = first_words(Tokenizer.from_path(smollm2_gguf), 3, seed=1)

@@ -27,7 +27,7 @@ ROWS = torch.randint(0, 50, (6, 24), generator=torch.Generator().manual_seed(2))
 
 
 def outputs(walk: Walk, block: TransformerBlock) -> torch.Tensor:
-    return torch.cat([walk._run(block, rows) for rows in walk._portions()])
+    return torch.cat([walk.run(block, rows) for rows in walk.portions()])
 
 
 def down(mlp: MLP) -> ObservedLinear:

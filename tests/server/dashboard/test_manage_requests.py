@@ -55,7 +55,7 @@ async def test_a_block_table_that_never_comes_ends_with_the_engine(serve: Serve)
         ((request, _),) = engine.open_requests()
         path = f"/admin/v1/sequences/{request.request_id}/0/blocks"
         asked = asyncio.create_task(running.http.get(path))
-        await until(lambda: bool(engine._tables))
+        await until(lambda: bool(engine.tables))
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         assert (await asked).status_code == 404

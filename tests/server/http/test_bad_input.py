@@ -386,6 +386,6 @@ def test_a_key_that_stands_twice_is_found_in_one_pass() -> None:
     pairs: list[tuple[str, Any]] = [(Compared(f"k{number}"), 0) for number in range(count)]
     pairs.insert(count - 1, (Compared(f"k{count - 1}"), 0))
     with pytest.raises(RequestError, match=f"k{count - 1}' stands twice"):
-        body._refuse_duplicates(pairs)
+        body.refuse_duplicates(pairs)
     assert Compared.times < 4 * count
-    assert body._refuse_duplicates(pairs[: count - 1]) == dict(pairs[: count - 1])
+    assert body.refuse_duplicates(pairs[: count - 1]) == dict(pairs[: count - 1])

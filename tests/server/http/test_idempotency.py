@@ -177,8 +177,8 @@ async def test_what_is_kept_is_bounded_in_number_bytes_and_time() -> None:
     )
     for number in range(300):
         assert sum(len(one.get("body", b"")) for one in await call(kept, str(number))) == 2**20
-        assert len(kept._answers) <= idempotency.MAX_ANSWERS
-        assert sum(one.num_bytes for one in kept._answers.values()) <= idempotency.MAX_BYTES
+        assert len(kept.answers) <= idempotency.MAX_ANSWERS
+        assert sum(one.num_bytes for one in kept.answers.values()) <= idempotency.MAX_BYTES
     assert len(calls) == 300
     await call(kept, "299")
     assert len(calls) == 300
@@ -194,7 +194,7 @@ async def test_an_answer_too_large_to_keep_is_sent_all_the_same() -> None:
         sent = await call(kept, "k")
         assert sum(len(one.get("body", b"")) for one in sent) == 2 * MAX_ANSWER_BYTES
         assert len(calls) == count
-        assert not kept._answers
+        assert not kept.answers
 
 
 async def test_what_fails_before_it_answers_fails_for_its_client() -> None:
@@ -204,4 +204,4 @@ async def test_what_fails_before_it_answers_fails_for_its_client() -> None:
     kept = idempotency.Idempotency(app, max_body_bytes=100)
     with pytest.raises(ZeroDivisionError):
         await call(kept, "k")
-    assert not kept._answers
+    assert not kept.answers

@@ -404,5 +404,5 @@ def test_addresses_are_not_remembered_without_end() -> None:
         limit.note(str(number), b"digest")
     for number in range(1000):
         limit.note("9999", str(number).encode())
-    assert len(limit._guessers) == 4096
-    assert len(limit._guessers["9999"].wrong) == 64
+    assert len(limit.guessers) == 4096
+    assert len(limit.guessers["9999"].wrong) == 64

@@ -78,8 +78,8 @@ async def test_tokens_behind_a_stop_string_in_the_same_step_do_not_count(serve: 
         )
         late = SequenceDelta(request_id="r", token_ids=tuple(b"xyz"))
         with answer_to(running, b"abc", max_tokens=400, stop=("ca",)) as answer:
-            pieces = answer._take(0, run)
-            assert answer._take(0, late) == [], "what was on its way when it ended"
+            pieces = answer.take(0, run)
+            assert answer.take(0, late) == [], "what was on its way when it ended"
         assert "".join(piece.text for piece in pieces) == "ab"
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [
             FinishReason.STOP

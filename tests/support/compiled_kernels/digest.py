@@ -42,7 +42,7 @@ def digest(signature: KernelSignature, capability: int, triton: str) -> str:
         "capability": capability,
         "triton": triton,
         "sources": list(sources(kernel).values()),
-        "reader": _reader(),
+        "reader": reader_digest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -154,7 +154,7 @@ def _canonical(value: Any) -> object:
 
 
 @cache
-def _reader() -> str:
+def reader_digest() -> str:
     from compiled_kernels import compile as reader
 
     return ast.unparse(_tree(inspect.getsource(reader)))

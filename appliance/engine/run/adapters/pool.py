@@ -49,7 +49,7 @@ class AdapterPool:
     ) -> None:
         self._loader = loader
         self._clock = clock
-        self._residents = Residents(loader.slots, loader.count, live)
+        self.residents = Residents(loader.slots, loader.count, live)
         self._held: list[_Held] = []
         self._wished: list[AdapterRef] = []  # requested by an administrator
         self._loading: tuple[AdapterRef, Future[LoadedAdapter]] | None = None
@@ -66,10 +66,10 @@ class AdapterPool:
     def take(self, request: Request) -> Request | None:
         """Return a request with its slot filled in; None if it has to wait here."""
         assert request.adapter is not None
-        if not self._residents.serves(request.adapter) or self._is_barred(self._clock()):
+        if not self.residents.serves(request.adapter) or self._is_barred(self._clock()):
             self._held.append(_Held(request, self._clock()))
             return None
-        return self._residents.use(request)
+        return self.residents.use(request)
 
     def abandon(self, request_id: str) -> bool:
         """Forget a waiting request; return False if it is not here."""
@@ -80,8 +80,8 @@ class AdapterPool:
     def install(self, ref: AdapterRef) -> None:
         """Read an adapter before the first request, and put it into a free slot, if any."""
         loaded = self._loader.load(ref)
-        if self._residents.has_free_slot:
-            self._residents.put(ref, loaded)
+        if self.residents.has_free_slot:
+            self.residents.put(ref, loaded)
 
     def wish(self, ref: AdapterRef) -> None:
         """Load an adapter for an administrator; `take_answers` has the result."""
@@ -89,7 +89,7 @@ class AdapterPool:
 
     def unload(self, ref: AdapterRef) -> None:
         """Empty an adapter's slot once no request uses it."""
-        self._residents.unload(ref)
+        self.residents.unload(ref)
 
     def start(self, now: float) -> tuple[list[Request], list[SequenceDelta]]:
         """Release requests whose adapter is in a slot, and begin to load the next one.
@@ -99,16 +99,16 @@ class AdapterPool:
         """
         ends = self._finish_loading()
         self._answer_wishes()
-        self._residents.drop_unwanted()
+        self.residents.drop_unwanted()
         self._begin_loading()  # before requests leave, as they are not live yet
         ends += [self._late(one, now) for one in self._held if _is_late(one, now)]
         self._held = [one for one in self._held if not _is_late(one, now)]
         ready: list[Request] = []
         for one in list(self._held):
             assert one.request.adapter is not None
-            if self._residents.serves(one.request.adapter):
+            if self.residents.serves(one.request.adapter):
                 self._held.remove(one)
-                ready.append(self._residents.use(one.request))
+                ready.append(self.residents.use(one.request))
             elif now - one.since > PATIENCE:
                 break
         return ready, ends
@@ -134,10 +134,10 @@ class AdapterPool:
         """Read the next wanted adapter if a slot is free or can be emptied."""
         if self._loading is not None:
             return
-        can_be_put = self._residents.has_room
+        can_be_put = self.residents.has_room
         wanted = [*self._wished, *(one.request.adapter for one in self._held)]
         for ref in wanted:
-            if ref is None or key_of(ref) in self._residents:
+            if ref is None or key_of(ref) in self.residents:
                 continue
             if can_be_put or ref in self._wished:
                 self._loading = ref, self._loader.begin(ref)
@@ -149,8 +149,8 @@ class AdapterPool:
             return []
         ref, future = self._loading
         failure = future.exception()
-        if failure is None and self._residents.has_room:
-            self._residents.put(ref, future.result())
+        if failure is None and self.residents.has_room:
+            self.residents.put(ref, future.result())
             self._loading = None
             return []
         if failure is None:  # no free slot: answer that it is valid
@@ -170,7 +170,7 @@ class AdapterPool:
     def _answer_wishes(self, sound: AdapterRef | None = None, error: str = "") -> None:
         """Answer administrators for adapters in slots, and for one just read."""
         for ref in list(self._wished):
-            if key_of(ref) in self._residents or (
+            if key_of(ref) in self.residents or (
                 sound is not None and key_of(ref) == key_of(sound)
             ):
                 self._wished.remove(ref)

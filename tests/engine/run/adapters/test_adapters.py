@@ -210,10 +210,10 @@ def test_an_unloaded_adapter_waits_for_its_users(model: Path, folders: list[Path
     engine.unload_adapter(ref(folders[0]))
     pool = engine.adapters
     assert pool is not None
-    assert key_of(ref(folders[0])) in pool._residents
+    assert key_of(ref(folders[0])) in pool.residents
     assert run(engine)["user"][-7:] == expected[-7:]
     engine.unload_adapter(ref(folders[0]))
-    assert key_of(ref(folders[0])) not in pool._residents
+    assert key_of(ref(folders[0])) not in pool.residents
     assert run(engine, request("again", folders[0], max_tokens=8))["again"] == expected
 
 
@@ -243,7 +243,7 @@ def test_settings_load_adapters_at_the_start(model: Path, folders: list[Path]) -
 
     engine = start(config)
     assert engine.adapters is not None
-    resident = [key_of(ref(folder)) in engine.adapters._residents for folder in folders[:3]]
+    resident = [key_of(ref(folder)) in engine.adapters.residents for folder in folders[:3]]
     assert resident == [True, True, False], "the third one is read, and waits outside"
     assert engine.info.num_adapters == 2
     assert engine.info.adapter_bytes > 0

@@ -84,7 +84,7 @@ def test_host_memory_knows_adapters_by_their_content(
 ) -> None:
     block = 8192
     engine = load(model, kv_cache_memory=6 * block, max_model_len=64, kv_host_memory=40 * block)
-    engine.tiers.host._keeps_unwanted = True  # as on a GPU
+    engine.tiers.host.keeps_unwanted = True  # as on a GPU
     folder = shutil.copytree(folders[0], tmp_path / "same")
     expected, _ = answers(engine, [request("first", folder)])
     for number in range(3):  # push it out
