@@ -21,6 +21,7 @@ PRIVATE = re.compile(r"_(?!_)\w+")
 SUSPECT = re.compile(r"""[."' ](_(?!_)\w+)""")  # touched, perhaps
 ROOT = Path(__file__).parent.parent
 ROOMS = ("appliance", "kernels", "quant", "tui")
+OURS = {*ROOMS, "bench"}  # where imports lead to names of ours
 
 MEANT_TWICE = {
     "TextDelta": "a wire message of the Responses API, and one of the Messages API",
@@ -85,7 +86,7 @@ class Found(NamedTuple):
     Attributes:
         classes: modules that define each public class at their top level, by name of the class.
         questions: docstrings that open with a question word.
-        private: names with one leading underscore.
+        private: names with one leading underscore, those of the benchmarks too.
     """
 
     classes: dict[str, set[str]]
@@ -106,6 +107,9 @@ def looked_through(root: Path) -> Found:
                 (ast.get_docstring(node, clean=False) or "").lstrip()
             ):
                 found.questions.append(f"{where}: {getattr(node, 'name', 'the module')}")
+    for path in (root / "scripts").rglob("*.py"):
+        for node in statements(ast.parse(path.read_text())):
+            found.private.update(filter(PRIVATE.fullmatch, bound(node)))
     return found
 
 
@@ -124,7 +128,7 @@ def touched(node: ast.AST) -> Iterator[str]:
             yield name
         case ast.Constant(value=str(text)):
             yield text.rpartition(".")[2]
-        case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] in ROOMS:
+        case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] in OURS:
             yield from (name.name for name in names)
 
 

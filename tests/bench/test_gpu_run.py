@@ -28,7 +28,7 @@ def settings(folder: Path, *, resume: bool = False, suites: tuple[Suite, ...] = 
 @pytest.fixture
 def a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that it is not left behind
-    monkeypatch.setattr(run, "_look", lambda: {"device": "cpu"})
+    monkeypatch.setattr(run, "device_facts", lambda: {"device": "cpu"})
 
 
 def found(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -60,7 +60,7 @@ def run(settings: Settings) -> bool:
     # A trial forks from a process that has imported torch, which starts quickly; with CUDA only a
     # fresh process is safe.
     start: Start = "forkserver" if amount is Amount.TINY else "spawn"
-    gpu = _look()
+    gpu = device_facts()
     if gpu["device"] == "cpu":
         if amount is not Amount.TINY:
             sys.exit("there is no GPU here; --tiny tries the scripts in Triton's interpreter")
@@ -121,7 +121,7 @@ def _run_suite(
     print(f"-- {suite.name}: {seconds} s {why}", file=sys.stderr)
 
 
-def _look() -> dict[str, Any]:
+def device_facts() -> dict[str, Any]:
     """Return the device's facts."""
     rows: list[dict[str, Any]] = []
 
