@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from appliance.kernels.adapters import reference as reference_adapters
 from appliance.kernels.attention import cpu as cpu_attention
 from appliance.kernels.attention import reference as reference_attention
-from appliance.kernels.decoder_cache import allocate_blocks
+from appliance.kernels.cache.decoder_cache import allocate_blocks
+from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
-from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
 from appliance.kernels.latent_attention import cpu as cpu_latents
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.operations import Linear
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 
 REFERENCE = Backend(
@@ -122,24 +122,24 @@ def triton_backend() -> Backend:
     """
     from appliance.kernels.adapters.launch import add_adapters, plan_adapters
     from appliance.kernels.attention.launch import paged_attention, plan_attention
-    from appliance.kernels.fp4 import Fp4Weight
-    from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
-    from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
     from appliance.kernels.latent_attention.launch import latent_attention
     from appliance.kernels.library_tiles.launch import widen
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
-    from appliance.kernels.packed import PackedWeight
     from appliance.kernels.packed_matmul import launch as packed_matmul
     from appliance.kernels.penalties.launch import penalize
     from appliance.kernels.recurrence.launch import gated_delta, selective_scan
     from appliance.kernels.short_conv.launch import short_conv
     from appliance.kernels.soft_cap.launch import soft_cap
     from appliance.kernels.token_mask.launch import mask_tokens
+    from appliance.kernels.weights.fp4 import Fp4Weight
+    from appliance.kernels.weights.fp8 import Fp8Weight
+    from appliance.kernels.weights.ggml import GgmlWeight
+    from appliance.kernels.weights.packed import PackedWeight
 
     def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         if isinstance(weight, Fp8Weight):

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.adapters.factors import StackedFactors
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.kv_cache import LayerCache
+    from appliance.kernels.cache.sealed_blocks import SealedBlocks
     from appliance.kernels.grouped_matmul.weights import StackedExperts
-    from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.library_tiles.tiles import LinearTiles
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.ragged import RaggedBatch
-    from appliance.kernels.sealed_blocks import SealedBlocks
-    from appliance.kernels.state_spans import StateSpans
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.rows.ragged import RaggedBatch
+    from appliance.kernels.rows.state_spans import StateSpans
+    from appliance.kernels.weights.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

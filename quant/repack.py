@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.adapters.reader import FACTORS_NAME
 from appliance.model.source import open_model
 from appliance.model_files.checkpoint import CONFIG_NAME

@@ -41,13 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "model_files": {"kernels.arrays"},
     "model_files.retrieval_recipe": {
-        "engine.nouns.request", "model_files.checkpoint", "gguf", "kernels.weight",
+        "engine.nouns.request", "model_files.checkpoint", "gguf", "kernels.weights",
     },
     "text": {"engine.nouns", "engine.grammars", "tokenizer"},
     "log": set(),
-    "gguf": {
-        "kernels.arrays", "kernels.packed", "kernels.fp4", "kernels.ggml", "kernels.ggml_types",
-    },
+    "gguf": {"kernels.arrays", "kernels.weights"},
     "grammar": set(),
     "tokenizer": {
         "gguf", "model_files.sampling_defaults", "model_files.retrieval_recipe", "dialects",

@@ -17,7 +17,7 @@ from torch import Tensor
 from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile
 from appliance.gguf.types import TENSOR_TYPES
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.cpu.structs import Isa
-    from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.operations import Backend
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

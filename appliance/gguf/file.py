@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from appliance.gguf.conversion import Loss
     from appliance.gguf.types import TensorType
-    from appliance.kernels.fp4 import Fp4Weight
-    from appliance.kernels.ggml import GgmlWeight
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.fp4 import Fp4Weight
+    from appliance.kernels.weights.ggml import GgmlWeight
+    from appliance.kernels.weights.packed import PackedWeight
 
 
 class GGUFFile:

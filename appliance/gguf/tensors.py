@@ -15,10 +15,10 @@ from appliance.files import read_into
 from appliance.gguf.conversion import LOSSLESS, Loss, exact_values, interleave, requantize
 from appliance.gguf.types import DENSE_TYPES, FLOAT_BITS
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
+from appliance.kernels.weights.packed import PackedWeight
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -78,7 +78,7 @@ DENSE_TYPES = {
 FLOAT_BITS = {"MXFP4": 4, "NVFP4": 4}
 
 # Types whose blocks are held and multiplied as they are; a test compares them with
-# `appliance.kernels.ggml_types`, which loads torch.
+# `appliance.kernels.weights.ggml_types`, which loads torch.
 HELD_TYPES = frozenset({"Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 
 # Types that become packed weights without loss, and bytes of scales and offsets beside a code.

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.kernels.operations import HeadNorms
-from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.model.adapters.torch_slots import run_adapted
 from appliance.model.spec import HeadNormKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
     from appliance.kernels.operations import Backend, Linear
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.norm import Norm
     from appliance.model.spec import AttentionSpec, LatentAttentionSpec

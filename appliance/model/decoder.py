@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.decoder_cache import KVCache, allocate_layer
-from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
-from appliance.kernels.state_spans import StateSpans
+from appliance.kernels.cache.decoder_cache import KVCache, allocate_layer
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision, precisions
+from appliance.kernels.rows.state_spans import StateSpans
 from appliance.model.adapters.torch_slots import AdaptedRows, TorchAdapterSlots
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.executor import heads_of, state_views
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, Linear
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.embedding import Embedding, TokenInputs
     from appliance.model.host_experts import HostCalls

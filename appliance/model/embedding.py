@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 
 if TYPE_CHECKING:
     from appliance.kernels.activation import Activation
     from appliance.kernels.operations import Backend, Linear, RowTable
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.norm import Norm
 
 

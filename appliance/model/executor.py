@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.kv_format import KVFormat, LayerPrecision
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.spec import DecoderSpec

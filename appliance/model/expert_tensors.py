@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, tensor_slots
 from appliance.quant.formats.dense import DenseWeights
@@ -21,7 +21,7 @@ from appliance.quant.formats.dense import DenseWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.names import ExpertNames, TensorNames
     from appliance.model.spec import DecoderSpec
     from appliance.model.tensors import TensorSlot

@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import linear
 
 from appliance.kernels.expert_routing.reference import route
-from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
-from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight_codes.order import TILE_N
+from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.host_experts import HostExperts
 from appliance.model.linear import LinearPart, stack_neighbours
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, held_bytes, widened_bits
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.gguf_tensors import FUSED, OTHER_PARTS, names_of_file, unplaced
 from appliance.model.linear import LinearPart
 from appliance.model.recurrent_spec import GatedDeltaSpec
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.gguf import GGUFFile
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.families.family import Family
     from appliance.model.names import GatedDeltaNames
     from appliance.model.spec import DecoderSpec

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.operations import Backend, Linear, RoutedMLPs
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.host_experts import HostExperts
     from appliance.model.layer_weights import (
         ExpertsWeights,

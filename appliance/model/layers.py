@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Activation, Gating
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
     from appliance.kernels.operations import Backend, Linear
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.embedding import LayerInput

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, Linear
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.kernels.packed import DEQUANTIZE_AT_ONCE, PackedWeight
-from appliance.kernels.weight import some_rows
+from appliance.kernels.weights.packed import DEQUANTIZE_AT_ONCE, PackedWeight
+from appliance.kernels.weights.weight import some_rows
 from appliance.model.tensors import Role
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
@@ -14,7 +14,7 @@ from appliance.quant.methods.rtn import quantize
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.kernels import arrays
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
 from appliance.model.shard.stage import Stage
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.cpu.cache import CachePlaces
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.structs import ModelStruct
-    from appliance.kernels.kv_format import LayerPrecision
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.native_slots import NativeAdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.shard.shard import Part

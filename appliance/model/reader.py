@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.layer_weights import (
     AttentionWeights,
     EndWeights,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.layer_weights import MixerWeights
     from appliance.model.names import JoinNames
     from appliance.model.shard.shard import Part

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.ragged import RaggedBatch
-    from appliance.kernels.state_spans import StateSpans
+    from appliance.kernels.rows.ragged import RaggedBatch
+    from appliance.kernels.rows.state_spans import StateSpans
     from appliance.model.adapters.torch_slots import AdaptedRows
 
 

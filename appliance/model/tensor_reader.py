@@ -14,11 +14,11 @@ import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.linear import LinearPart
 from appliance.model.norm import Norm
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.spec import NormSpec
 

@@ -235,7 +235,7 @@ def _gguf_matrix(path: Path, name: str) -> NDArray[np.float32]:
     import numpy as np
 
     from appliance.gguf import GGUFFile
-    from appliance.kernels.weight import dense
+    from appliance.kernels.weights.weight import dense
 
     file = GGUFFile(path, in_torch=False, vocabulary=False)
     if name not in file.tensor_names():

@@ -21,10 +21,10 @@ from appliance.kernels.attention.cpu_plan import (
     plan_attention,
     single_rows,
 )
-from appliance.kernels.kv_cache import KVBlocks
+from appliance.kernels.cache.kv_cache import KVBlocks
 
 if TYPE_CHECKING:
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
 
 
 __all__ = ["paged_attention", "plan_attention"]

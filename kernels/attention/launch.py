@@ -33,20 +33,20 @@ from appliance.kernels.attention.work import (
     most_spans,
     prefill_tiles,
 )
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
+from appliance.kernels.gpu.residency import Footprints, multiprocessors_of
+from appliance.kernels.gpu.target import target_of
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.residency import Footprints, multiprocessors_of
-from appliance.kernels.sealed_blocks import SealedBlocks
-from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.cache.kv_cache import LayerCache
+    from appliance.kernels.rows.ragged import RaggedBatch
 
 
 __all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attention"]

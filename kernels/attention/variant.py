@@ -17,7 +17,7 @@ from appliance.kernels.attention.work import FAN_IN, SPAN_COLUMNS
 from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes, stored_dims
 
 if TYPE_CHECKING:
-    from appliance.kernels.kv_format import KVFormat
+    from appliance.kernels.cache.kv_format import KVFormat
 
 
 # Triton's names of the dtypes that activations can have.

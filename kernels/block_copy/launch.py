@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVPages
+    from appliance.kernels.cache.kv_cache import KVPages
 
 BLOCK = 4096  # words that a program moves
 NUM_WARPS = 8  # four loads of 16 bytes in flight per thread

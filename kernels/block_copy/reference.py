@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVPages
+    from appliance.kernels.cache.kv_cache import KVPages
 
 
 def block_bytes(layers: Sequence[KVPages]) -> int:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.kernels import arrays
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.step_structs import CacheLayerStruct, CacheStruct
 from appliance.kernels.cpu.structs import LANES, Format
-from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

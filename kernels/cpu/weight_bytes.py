@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.kernels.cpu.structs import LANES, Format, LinearStruct, ScaleFormat
-from appliance.kernels.ggml_types import SUPERBLOCK
+from appliance.kernels.weights.ggml_types import SUPERBLOCK
 
 _BITS = {
     Format.F32: 32,

@@ -17,10 +17,10 @@ from appliance.kernels.cpu.structs import (
     ScaleFormat,
 )
 from appliance.kernels.cpu.weight_bytes import codes_bytes, scales_bytes
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.weight import dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.cpu.arena import Arena
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 GROUP_SIZES = (128, 64, 32)
 FORMATS = {

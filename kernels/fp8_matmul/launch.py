@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.fp8_matmul.kernel import fp8_matmul_kernel, quantize_rows_kernel
+from appliance.kernels.gpu.residency import Footprints
+from appliance.kernels.gpu.target import target_of
 from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
@@ -25,8 +26,7 @@ from appliance.kernels.packed_matmul.launch import (
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.kernels.packed_matmul.tiled import pad_bias, tile_fp8
 from appliance.kernels.packed_matmul.tiles import TILE_N, MatmulTile, architecture, choose_splits
-from appliance.kernels.residency import Footprints
-from appliance.kernels.target import target_of
+from appliance.kernels.weights.fp8 import BLOCK, NAN_CODE, Fp8Weight
 
 if TYPE_CHECKING:
     from appliance.kernels.operations import Linear

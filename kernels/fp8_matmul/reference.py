@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from appliance.kernels.fp8 import E4M3_MAX, Fp8Weight
 from appliance.kernels.packed_matmul.reference import DenseLinear
+from appliance.kernels.weights.fp8 import E4M3_MAX, Fp8Weight
 
 
 def prepare_linear(weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> DenseLinear:

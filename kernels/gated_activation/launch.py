@@ -9,7 +9,7 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.gated_activation.kernel import gated_activation_kernel
-from appliance.kernels.target import early_options, starts_early
+from appliance.kernels.gpu.target import early_options, starts_early
 
 if TYPE_CHECKING:
     from torch import Tensor

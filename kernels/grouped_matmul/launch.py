@@ -12,6 +12,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.gated_activation.reference import activated
+from appliance.kernels.gpu.target import target_of
 from appliance.kernels.grouped_matmul.kernel import (
     add_experts_kernel,
     grouped_matmul_kernel,
@@ -29,7 +30,6 @@ from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiled import TiledWeight
 from appliance.kernels.packed_matmul.tiles import architecture
 from appliance.kernels.packed_matmul.variant import takes_sums
-from appliance.kernels.target import target_of
 from appliance.kernels.weight_codes.order import TILE_N
 
 if TYPE_CHECKING:

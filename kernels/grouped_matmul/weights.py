@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.fp8 import BLOCK, Fp8Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
 from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.tiled import (
     TiledWeight,
@@ -20,12 +16,16 @@ from appliance.kernels.packed_matmul.tiled import (
     tile_fp8,
     tile_packed,
 )
-from appliance.kernels.weight import dense
 from appliance.kernels.weight_codes.order import TILE_N
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 
 if TYPE_CHECKING:
     from appliance.kernels.activation import Activation, Gating
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 GROUP_MULTIPLE = 32
 

@@ -12,7 +12,7 @@ from appliance.kernels.kv_seal.kernel import seal_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.sealed_blocks import SealedBlocks
+    from appliance.kernels.cache.sealed_blocks import SealedBlocks
 
 WARP_DIMS = 64  # most of a warp, which holds 32 tokens of each in registers
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_page.codes import quantize_int4
 from appliance.kernels.kv_page.layout import (
     KEYS,
@@ -23,7 +23,7 @@ from appliance.kernels.kv_page.reference import pack, read_pages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.sealed_blocks import SealedBlocks
+    from appliance.kernels.cache.sealed_blocks import SealedBlocks
 
 
 def seal_moves(cache: SealedBlocks, moves: Tensor) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_page.codes import hadamard_size
 from appliance.kernels.kv_page.layout import DIM_STEP, layout_name, page_bytes, stored_dims
 from appliance.kernels.kv_write.kernel import kv_write_kernel
@@ -16,7 +16,7 @@ from appliance.kernels.kv_write.kernel import kv_write_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.cache.kv_cache import LayerCache
     from appliance.kernels.operations import HeadNorms
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.kv_page.codes import hadamard
 from appliance.kernels.kv_page.reference import write_rows
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.cache.kv_cache import LayerCache
     from appliance.kernels.operations import HeadNorms
 
 INT8_MAX = 127

@@ -10,7 +10,7 @@ from appliance.kernels.latent_attention import reference
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
 
 
 def latent_attention(

@@ -14,8 +14,10 @@ from appliance.kernels.attention.launch import (
 )
 from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
 from appliance.kernels.attention.work import TILE_ROWS, AttentionWork
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.residency import Footprints
+from appliance.kernels.gpu.target import Target, target_of
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.latent_attention.kernel import (
     latent_decode_kernel,
@@ -29,13 +31,11 @@ from appliance.kernels.latent_attention.variant import (
     WIDEST_FLOAT32,
     LatentVariant,
 )
-from appliance.kernels.residency import Footprints
-from appliance.kernels.target import Target, target_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
 
 WIDEST = 512, 64  # elements of a latent, and of a key's rotary part
 FORMATS = tuple(form for form in KVFormat if form.has_elements)

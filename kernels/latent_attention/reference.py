@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.attention.reference import visible
-from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.sealed_blocks import SealedBlocks
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
+from appliance.kernels.rows.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
 
 
 def latent_attention(

@@ -27,7 +27,7 @@ from appliance.kernels.attention.work import (
 from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes
 
 if TYPE_CHECKING:
-    from appliance.kernels.kv_format import KVFormat
+    from appliance.kernels.cache.kv_format import KVFormat
 
 LEAST_DIMS = 16  # that a product sums
 MERGE_WARPS = 4

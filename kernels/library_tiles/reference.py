@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cpu.structs import LANES, Format
-from appliance.kernels.fp4 import VALUES
-from appliance.kernels.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.fp4 import VALUES
+from appliance.kernels.weights.ggml_types import IQ4_VALUES
 
 if TYPE_CHECKING:
     from torch import Tensor

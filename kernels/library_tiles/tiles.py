@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cpu.structs import LANES, Format, Offset, ScaleFormat
-from appliance.kernels.ggml_types import SUPERBLOCK
+from appliance.kernels.weights.ggml_types import SUPERBLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

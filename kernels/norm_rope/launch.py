@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.gpu.target import early_options, starts_early
 from appliance.kernels.norm_rope.kernel import rms_norm_kernel
-from appliance.kernels.target import early_options, starts_early
 
 if TYPE_CHECKING:
     from torch import Tensor

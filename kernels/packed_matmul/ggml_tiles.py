@@ -12,13 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from appliance.kernels.ggml_types import (
-    bytes_of_q2_k,
-    half_at,
-    integers_of_iq4_xs,
-    integers_of_q3_k,
-    integers_of_q4_k,
-)
 from appliance.kernels.packed_matmul.tiled import (
     REPACKED_AT_ONCE,
     ROW_MULTIPLE,
@@ -30,13 +23,20 @@ from appliance.kernels.packed_matmul.tiled import (
     usual_block_k,
 )
 from appliance.kernels.weight_codes.order import TILE_N, TileOrder, to_int32
+from appliance.kernels.weights.ggml_types import (
+    bytes_of_q2_k,
+    half_at,
+    integers_of_iq4_xs,
+    integers_of_q3_k,
+    integers_of_q4_k,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from appliance.kernels.ggml import GgmlWeight
+    from appliance.kernels.weights.ggml import GgmlWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
-from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.launch import gated_activation
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.gpu.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
+from appliance.kernels.gpu.target import early_options, starts_early, target_of
 from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.kernel import (
     dequantize_kernel,
@@ -54,15 +53,16 @@ from appliance.kernels.packed_matmul.variant import (
     rows_constexprs,
     takes_sums,
 )
-from appliance.kernels.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
-from appliance.kernels.target import early_options, starts_early, target_of
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.operations import Linear
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
     Tileable = PackedWeight | Fp4Weight | GgmlWeight
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from appliance.kernels.weight import Weight, dense
+from appliance.kernels.weights.weight import Weight, dense
 
 
 @dataclass(frozen=True, slots=True)

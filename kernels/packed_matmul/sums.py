@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.target import early_options, starts_early
 from appliance.kernels.packed_matmul.kernel import group_sums_kernel
-from appliance.kernels.target import early_options, starts_early
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight_codes.order import TILE_N, TileOrder
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
-    from appliance.kernels.fp4 import Fp4Weight
+    from appliance.kernels.weights.fp4 import Fp4Weight
 
 ROW_MULTIPLE = 2 * TILE_N  # the tallest block of a kernel
 REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes meanwhile

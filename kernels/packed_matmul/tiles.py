@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.kernels.residency import Multiprocessors
+    from appliance.kernels.gpu.residency import Multiprocessors
 
 TILE_N = 64
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.target import target_of
 from appliance.kernels.recurrence.kernel import pass_kernel, relate_kernel, row_kernel
 from appliance.kernels.recurrence.variant import (
     CHUNK,
@@ -20,12 +21,11 @@ from appliance.kernels.recurrence.variant import (
     relate_constexprs,
     row_constexprs,
 )
-from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.state_spans import StateSpans
+    from appliance.kernels.rows.state_spans import StateSpans
 
 
 def run_rows(

@@ -15,7 +15,7 @@ from appliance.kernels.recurrence.variant import EPSILON
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.state_spans import StateSpans
+    from appliance.kernels.rows.state_spans import StateSpans
 
 
 def selective_scan(

@@ -11,7 +11,7 @@ from appliance.kernels.short_conv.kernel import short_conv_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.state_spans import StateSpans
+    from appliance.kernels.rows.state_spans import StateSpans
 
 
 WARPS = 4

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.state_spans import StateSpans
+    from appliance.kernels.rows.state_spans import StateSpans
 
 
 def short_conv(

@@ -9,7 +9,7 @@ test executes these texts over all codes.
 
 from __future__ import annotations
 
-from appliance.kernels.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.ggml_types import IQ4_VALUES
 
 
 def _block(*lines: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.fp8 import BLOCK, NAN_CODE, Fp8Weight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.dense import DenseWeights
 from appliance.quant.formats.input_groups import regrouped
 from appliance.quant.formats.pack import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model_files.checkpoint import SafetensorsFolder
     from appliance.quant.formats.compressed_tensors_config import DeclaredWeights
     from appliance.quant.formats.scheme import LinearScheme

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ConfigError, UnsupportedModelError
-from appliance.kernels.fp8 import BLOCK
+from appliance.kernels.weights.fp8 import BLOCK
 from appliance.quant.formats.scheme import (
     BITS,
     GROUP_SIZES,

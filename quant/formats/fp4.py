@@ -14,7 +14,7 @@ import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import GROUPS, Fp4Weight
+from appliance.kernels.weights.fp4 import GROUPS, Fp4Weight
 from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model_files.checkpoint import SafetensorsFolder
     from appliance.quant.formats.reader import WeightReader
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.fp8 import BLOCK, Fp8Weight
+from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
 from appliance.quant.formats.compressed_tensors import ROUNDED_INPUTS
 from appliance.quant.formats.dense import DenseWeights
 from appliance.quant.formats.fp4 import MODELOPT_NVFP4, check_group_size

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES, SUPERBLOCK
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES, SUPERBLOCK
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.pack import exact_enough, scales_in_groups, zero_points_of
 from appliance.quant.formats.scheme import SuperBlockScheme, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.weights.fp8 import Fp8Weight
     from appliance.quant.formats.scheme import LinearScheme
 
 GROUP = 32  # weights of a block

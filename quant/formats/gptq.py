@@ -16,7 +16,7 @@ import numpy as np
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels import arrays
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.input_groups import even_groups, listed_groups
 from appliance.quant.formats.pack import (
     bytes_to_words,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from appliance.errors import CheckpointError
 from appliance.files import read_json
 from appliance.kernels import arrays
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ import numpy as np
 
 from appliance.errors import QuantizeError
 from appliance.kernels import arrays
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from appliance.quant.formats.fp8 import Fp8Weights
 from appliance.quant.formats.word_packed import WordPackedWeights
 
 if TYPE_CHECKING:
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 
 class WeightReader(Protocol):

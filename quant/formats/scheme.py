@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from appliance.errors import ConfigError
-from appliance.kernels.ggml_types import SUPERBLOCK
+from appliance.kernels.weights.ggml_types import SUPERBLOCK
 
 BITS = (3, 4, 8)
 GROUP_SIZES = (128, 64, 32)  # descending: the first that divides a width is the largest

@@ -14,8 +14,8 @@ import torch
 
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.quant.formats import awq, compressed_tensors, gptq
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.compressed_tensors_config import quantization_config
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.weights.fp8 import Fp8Weight
     from appliance.quant.formats.scheme import LinearScheme
 
 Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by name

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.packed import PackedWeight
     from appliance.model_files.checkpoint import SafetensorsFolder
 
 WEIGHT, QWEIGHT, QZEROS, SCALES, G_IDX = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from appliance.errors import QuantizeError
 from appliance.files import flush
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.ggml_blocks import block_type, encode, row_bytes
 from appliance.quant.gguf.file_writer import GGUFFileWriter, PlannedFile, TypedTensor

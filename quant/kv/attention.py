@@ -12,8 +12,8 @@ import torch
 
 from appliance.kernels.attention.cpu_plan import CpuAttentionWork
 from appliance.kernels.attention.reference import visible
-from appliance.kernels.kv_cache import KVBlocks
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_cache import KVBlocks
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.codes import (
     E4M3_MAX,
     INT4_CENTRE,
@@ -23,14 +23,14 @@ from appliance.kernels.kv_page.codes import (
     quantize_int8,
 )
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.cache.decoder_cache import AnyLayerCache
     from appliance.kernels.operations import Backend
     from appliance.model.spec import AttentionSpec
 

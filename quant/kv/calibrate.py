@@ -17,7 +17,7 @@ import torch
 
 from appliance.errors import QuantizeError
 from appliance.files import read_json
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.executor import heads_of
 from appliance.model_files.checkpoint import write_json

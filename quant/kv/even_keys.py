@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.arrays import in_torch
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
-from appliance.kernels.weight import dense
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.weights.weight import dense
 from appliance.model.row_orders import head_rows
 from appliance.quant.walk.pieces import ReadsRows
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.spec import AttentionSpec
     from appliance.quant.formats import WeightReader

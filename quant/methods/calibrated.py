@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, layer_slots
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
@@ -31,12 +31,12 @@ from appliance.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.kernels.ggml import GgmlWeight
+    from appliance.kernels.weights.ggml import GgmlWeight
 
     Keep: TypeAlias = Callable[[str, Tensor | PackedWeight | GgmlWeight], None]
     from collections.abc import Callable, Iterator, Mapping
 
-    from appliance.kernels.ggml import GgmlWeight
+    from appliance.kernels.weights.ggml import GgmlWeight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.quant.formats.scheme import Fp8Scheme, SuperBlockScheme
 from appliance.quant.methods import fp8, rtn
 from appliance.quant.methods.ranges import AROUND, choose_grid

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from appliance.kernels.fp8 import BLOCK, E4M3_MAX, Fp8Weight
+from appliance.kernels.weights.fp8 import BLOCK, E4M3_MAX, Fp8Weight
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,8 +20,8 @@ from appliance.quant.methods.ranges import SHRUNK, choose_grid
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.ggml import GgmlWeight
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.ggml import GgmlWeight
+    from appliance.kernels.weights.packed import PackedWeight
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
     from appliance.quant.run.options import QuantizedWeight
 

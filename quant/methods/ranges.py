@@ -18,7 +18,7 @@ from appliance.quant.methods.super_blocks import SuperBlockGrid, beside, choose_
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.packed import PackedWeight
     from appliance.quant.formats.scheme import GroupedScheme, WeightScheme
 
 WHOLE = (1.0,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels import arrays
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.pack import pack_codes
 
 if TYPE_CHECKING:

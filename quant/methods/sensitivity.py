@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.quant.walk.block import Moments, observing
 from appliance.quant.walk.row_layers import RowLayers
 

@@ -1,7 +1,7 @@
 """Chooses the scales and minima of GGML's K types, whole multiples of a super-block's own.
 
 The grid is chosen before any code, so that GPTQ and AWQ round to it and their codes are stored as
-they are. Layouts: `appliance.kernels.ggml_types`.
+they are. Layouts: `appliance.kernels.weights.ggml_types`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.ggml_types import SUPERBLOCK
+from appliance.kernels.weights.ggml_types import SUPERBLOCK
 from appliance.quant.formats.ggml_blocks import SuperBlocks, encode_super_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.ggml import GgmlWeight
+    from appliance.kernels.weights.ggml import GgmlWeight
     from appliance.quant.formats.scheme import SuperBlockScheme
 
 MOST_UNSIGNED = 63  # largest scale and minimum of six bits in Q4_K

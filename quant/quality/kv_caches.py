@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.executor import heads_of
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
 from appliance.wording import counted

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.layer_weights import ExpertsWeights
 from appliance.model.reader import ModelReader
@@ -48,7 +48,7 @@ from appliance.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.model.source import ModelSource
     from appliance.quant.quality.card import Comparison, LayerError, QuantizeFacts
     from appliance.quant.quality.kv_caches import Caches

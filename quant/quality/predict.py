@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
 from appliance.kernels.soft_cap.reference import soft_cap
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.quant.quality.measures import Divergence, Gap, Losses, Prediction
 from appliance.quant.quality.streams import BASE, CANDIDATE, ROUNDED, ModelVariant, Streams
 from appliance.quant.run.evaluation_memory import PLACES, EvaluationMemory
@@ -18,7 +18,7 @@ from appliance.quant.run.memory import MemoryUse
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.norm import Norm
     from appliance.quant.quality.weight_sets import WeightSet
     from appliance.quant.text.held_out import Windows

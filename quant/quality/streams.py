@@ -14,8 +14,8 @@ import torch
 
 from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.backend import REFERENCE, select_backend
-from appliance.kernels.decoder_cache import allocate_layer
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.decoder_cache import allocate_layer
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.model.attention import Attention, LatentAttention
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, Linear
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
     from appliance.model.step import Step

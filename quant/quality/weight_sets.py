@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import ConfigError
-from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.kernels.weight import dense, some_rows
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.weight import dense, some_rows
 from appliance.model.embedding import Embedding
 from appliance.model.layer_weights import ExpertsWeights, MLPWeights
 from appliance.model.linear import stack_neighbours
@@ -22,7 +22,7 @@ from appliance.quant.walk.pieces import FloatReader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.layer_weights import LayerWeights, MixerWeights
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm

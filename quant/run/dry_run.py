@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import MemoryPlanError, QuantizeError
-from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.model.tensors import Role
 from appliance.progress.quantize_events import RunPlanned, TensorClass
 from appliance.quant.methods.calibrated import quantize_layers
@@ -28,7 +28,7 @@ from appliance.runtime import release_unused
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.run.memory_plan import RunMemory
     from appliance.quant.run.options import Method, QuantizeOptions

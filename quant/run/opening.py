@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import ApplianceError, MemoryPlanError
-from appliance.kernels.fp8 import BLOCK
+from appliance.kernels.weights.fp8 import BLOCK
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import StepStarted
 from appliance.quant.formats.scheme import GROUP_SIZES, Fp8Scheme, WeightScheme

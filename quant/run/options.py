@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.fp8 import Fp8Weight
-    from appliance.kernels.ggml import GgmlWeight
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.fp8 import Fp8Weight
+    from appliance.kernels.weights.ggml import GgmlWeight
+    from appliance.kernels.weights.packed import PackedWeight
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
     from appliance.quant.text.calibration import CalibrationText
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.quant.methods import data_free
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.adapter_factors import scales_as_facts
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from appliance.kernels.fp8 import Fp8Weight
-    from appliance.kernels.ggml import GgmlWeight
-    from appliance.kernels.packed import PackedWeight
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.fp8 import Fp8Weight
+    from appliance.kernels.weights.ggml import GgmlWeight
+    from appliance.kernels.weights.packed import PackedWeight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
     from appliance.quant.methods.calibrated import QuantizedLayer

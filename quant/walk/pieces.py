@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
-from appliance.kernels.weight import dense, some_rows
+from appliance.kernels.weights.weight import dense, some_rows
 from appliance.model.gguf_weights import GGUFReader
 from appliance.model.linear import LinearPart
 from appliance.model.reader import ModelReader
@@ -18,7 +18,7 @@ from appliance.model.tensor_reader import TensorReader
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.state_spans import StateSpans
-from appliance.kernels.weight import some_rows
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.rows.state_spans import StateSpans
+from appliance.kernels.weights.weight import some_rows
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.rope import Rope, distinct_ropes
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, RoutedMLPs
-    from appliance.kernels.packed import PackedWeight
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.packed import PackedWeight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.layers import MLP, MixerCache
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weights.packed import PackedWeight
     from appliance.model.layers import MLP
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec

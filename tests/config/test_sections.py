@@ -11,7 +11,7 @@ import pytest
 from appliance.config import SECTIONS, EngineConfig, ServerConfig, TopConfig, known_keys
 from appliance.config.setting import Field, Group, Setting, fields_of
 from appliance.errors import ConfigError
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.tui.terminal import DisplaySettings
 
 EVERY = [field for section in SECTIONS.values() for field in fields_of(section).values()]

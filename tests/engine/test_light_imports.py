@@ -11,7 +11,7 @@ from encoder_models import make
 from ggml_models import write_llama
 from model_families import FAMILIES, write_family
 
-from appliance.kernels.ggml_types import GGML_TYPES
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 
 # Loads each model of the arguments, answers a prompt with it, and prints what was imported. An
 # argument is a setting, the number of processes in it, and the model.

@@ -109,7 +109,7 @@ def hidden_of(engine: LLMEngine, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 def executor_kv(executor: Any) -> Any:
-    from appliance.kernels.kv_format import KVFormat
+    from appliance.kernels.cache.kv_format import KVFormat
 
     formats = {"float32": KVFormat.FP32, "bfloat16": KVFormat.BF16}
     return formats[dtype_name(executor.dtype)]

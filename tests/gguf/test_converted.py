@@ -18,9 +18,9 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile, tensors
 from appliance.gguf.conversion import Loss, requantize
 from appliance.gguf.types import HELD_TYPES, TENSOR_TYPES, held_bytes
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
+from appliance.kernels.weights.packed import PackedWeight
 
 # Where a block's float16 scales lie; every other byte may have any value.
 HALVES = {name: kind.halves for name, kind in GGML_TYPES.items()} | {

@@ -18,9 +18,9 @@ from appliance.kernels.attention.work import (
     prefill_tiles,
     span_of,
 )
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
 
 
 def batch_of(decodes: list[int], chunks: list[int]) -> RaggedBatch:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from appliance.kernels.backend import CPU, REFERENCE, select_backend
-from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
 
 
 def test_choice_follows_the_device() -> None:

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+from appliance.kernels.cache.decoder_cache import KVCache, allocate_blocks, allocate_layer
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.decoder_cache import KVCache, allocate_blocks, allocate_layer
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
 
 HEADS = [(2, 32), (1, 64)]
 BLOCKS, PAGES = 6, 4

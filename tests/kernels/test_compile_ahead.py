@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from appliance.kernels.compile_ahead import one_at_a_time
+from appliance.kernels.gpu.compile_ahead import one_at_a_time
 
 
 def test_threads_parse_one_at_a_time() -> None:

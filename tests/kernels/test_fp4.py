@@ -4,7 +4,7 @@ import pytest
 import torch
 from fp4_weights import random_fp4
 
-from appliance.kernels.fp4 import GROUPS, Fp4Weight
+from appliance.kernels.weights.fp4 import GROUPS, Fp4Weight
 
 FORMS = tuple(getattr(torch, name) for name in GROUPS)
 

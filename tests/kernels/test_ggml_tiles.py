@@ -6,10 +6,10 @@ import pytest
 import torch
 from ggml_weights import random_ggml
 
-from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.packed_matmul import ggml_tiles
 from appliance.kernels.packed_matmul.ggml_tiles import GGML_TILES, tile_ggml
 from appliance.kernels.packed_matmul.tiled import record_words
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 
 
 def test_each_type_has_tiles_whose_records_are_of_the_files_bits() -> None:

@@ -13,7 +13,7 @@ from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.operations import Backend
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 LIBRARY = load_sections()
 use_isa(LIBRARY, Isa(LIBRARY.ap_current_isa()))

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from ptx_machine.inline import evaluate
 from ptx_machine.memory import SECTOR
 
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_page import ptx
 from appliance.kernels.kv_page.layout import (
     DIM_STEP,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVBlocks
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_write import reference
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 64, 16, 6

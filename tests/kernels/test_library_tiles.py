@@ -14,8 +14,8 @@ from packed_weights import random_packed
 
 from appliance.kernels.cpu.weights import GGML_FORMS
 from appliance.kernels.library_tiles.reference import widen
-from appliance.kernels.packed import OffsetKind
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.packed import OffsetKind
+from appliance.kernels.weights.weight import dense
 
 
 def assert_widened(weight: Any, dtype: Any = torch.float32) -> None:

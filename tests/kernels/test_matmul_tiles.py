@@ -7,6 +7,7 @@ import pytest
 from compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
 
 from appliance.kernels.fp8_matmul.launch import choose_fp8_tile
+from appliance.kernels.gpu.residency import LARGEST
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import (
     ARCHITECTURES,
@@ -23,7 +24,6 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_tile,
 )
 from appliance.kernels.packed_matmul.variant import constexprs_of, may_fold, product_group
-from appliance.kernels.residency import LARGEST
 
 ODD = (
     MatmulShape("one block", 64, 8),

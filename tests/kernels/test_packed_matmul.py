@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import reference
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 pytestmark = pytest.mark.usefixtures("unlike_products")
 

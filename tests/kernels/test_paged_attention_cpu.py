@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from appliance.kernels.attention import cpu, reference
-from appliance.kernels.kv_cache import KVBlocks
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVBlocks
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_write.reference import write_kv
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 
 pytestmark = pytest.mark.usefixtures("unlike_products")
 

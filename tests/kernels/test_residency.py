@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled_kernels.table import load
 
-from appliance.kernels.residency import LARGEST, Footprint, Footprints, multiprocessors_of
+from appliance.kernels.gpu.residency import LARGEST, Footprint, Footprints, multiprocessors_of
 
 GOLDEN = Path(__file__).parent / f"resources_triton_{version('triton')}.json"
 

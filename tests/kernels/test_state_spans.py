@@ -3,9 +3,9 @@ from __future__ import annotations
 import torch
 from state_steps import padded_spans_of, spans_of
 
-from appliance.kernels.host_spans import HostSpans, most_chunks
 from appliance.kernels.recurrence.reference import gated_delta
 from appliance.kernels.recurrence.variant import CHUNK, FEWEST_CHUNKED
+from appliance.kernels.rows.host_spans import HostSpans, most_chunks
 from appliance.kernels.short_conv.reference import short_conv
 
 

@@ -8,9 +8,6 @@ from ptx_machine.inline import evaluate
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.fp4 import GROUPS, VALUES
-from appliance.kernels.ggml_types import IQ4_VALUES
-from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul.tiled import (
     FLIP,
     MOST_ZERO_POINT,
@@ -24,6 +21,9 @@ from appliance.kernels.packed_matmul.tiled import (
 )
 from appliance.kernels.weight_codes import ptx
 from appliance.kernels.weight_codes.order import TILE_N, TileOrder
+from appliance.kernels.weights.fp4 import GROUPS, VALUES
+from appliance.kernels.weights.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

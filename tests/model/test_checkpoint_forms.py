@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.attention import Attention
 from appliance.model.layers import MLP, GatedLinear
 from appliance.model.linear import ConcatenatedLinear

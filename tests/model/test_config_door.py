@@ -26,9 +26,9 @@ from teacher_forcing import logits_of
 
 from appliance.errors import ApplianceError, CheckpointError, ModelError
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LIBRARY, load_library
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.families import limits
 from appliance.model.families.limits import QUANTIZATION_RANGES, RANGES, check_quantization
 from appliance.model.families.registry import FAMILIES

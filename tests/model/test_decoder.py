@@ -11,10 +11,10 @@ import torch
 from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.kernels.backend import CPU, REFERENCE
-from appliance.kernels.decoder_cache import KVCache
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.decoder_cache import KVCache
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.operations import Backend
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.tensors import Role

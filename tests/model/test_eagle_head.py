@@ -22,10 +22,10 @@ from eagle_heads import (
 from safetensors.torch import load_file, save_file
 
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, UnsupportedModelError
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.draft_head import HeadSource, open_eagle
 from appliance.model.native_loader import load_linear, load_native
 from appliance.model.source import open_model

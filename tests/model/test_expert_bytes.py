@@ -14,7 +14,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import ExpertsStruct, LinearStruct
 from appliance.kernels.cpu.weight_bytes import linear_bytes
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.model.native import NativeDecoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import ModelSource

@@ -17,7 +17,7 @@ from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.routing import Router
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model import expert_stream
 from appliance.model.experts import Experts
 from appliance.model.host_experts import HostExperts, HostSide

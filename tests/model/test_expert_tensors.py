@@ -12,7 +12,7 @@ from real_headers.quantized import fp8_blocks
 from safetensors.torch import load_file, save_file
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.walk.pieces import WeightPieces

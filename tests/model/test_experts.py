@@ -14,8 +14,8 @@ from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.native import why_unsupported
 from appliance.model.source import open_model

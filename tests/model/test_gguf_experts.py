@@ -18,8 +18,8 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.families.registry import FAMILIES
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native

@@ -13,7 +13,7 @@ from teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 

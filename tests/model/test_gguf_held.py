@@ -13,8 +13,8 @@ from teacher_forcing import logits_of
 
 from appliance.gguf import read_header
 from appliance.kernels.backend import CPU, REFERENCE
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.model.loader import load_decoder
 from appliance.model.reader import ModelReader
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes

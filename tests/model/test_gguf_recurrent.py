@@ -16,8 +16,8 @@ from appliance.gguf import GGUFFile
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model

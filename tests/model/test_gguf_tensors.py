@@ -24,7 +24,7 @@ from teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 

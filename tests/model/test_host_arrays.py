@@ -15,7 +15,7 @@ from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
 
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.ggml_types import GGML_TYPES
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 

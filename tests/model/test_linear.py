@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.kernels.weight import dense as dense_of
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.weight import dense as dense_of
 from appliance.model.linear import ConcatenatedLinear, LinearPart, prepare_fused, stack_neighbours
 
 FLOAT = torch.float32

@@ -13,7 +13,7 @@ from teacher_forcing import logits_of
 
 from appliance.kernels.backend import CPU
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model import source as source_module
 from appliance.model.fallback.description import has_inputs_first
 from appliance.model.fallback.loader import load_fallback

@@ -13,9 +13,9 @@ from relatives import RELATIVES
 from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.native import why_unsupported
 from appliance.model.native_loader import load_native

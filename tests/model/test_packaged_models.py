@@ -14,9 +14,9 @@ from transformers_gguf import load_with_transformers
 
 from appliance.gguf import read_header
 from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import ModelSource, open_model
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats.kv_plan import FILE, SCALE_NAMES

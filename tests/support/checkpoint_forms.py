@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from appliance.kernels.fp8 import BLOCK, Fp8Weight
+from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
 from appliance.model.source import ModelSource, open_model
 from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.formats import awq, compressed_tensors, gptq

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from appliance.kernels.cpu.structs import Format, LinearStruct, Offset, Status
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 Array = NDArray[Any]
 

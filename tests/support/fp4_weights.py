@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.fp4 import GROUPS, Fp4Weight
+from appliance.kernels.weights.fp4 import GROUPS, Fp4Weight
 
 
 def random_fp4(out_features: int, in_features: int, form: torch.dtype) -> Fp4Weight:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from ggml_weights import random_ggml
 
-from appliance.kernels.ggml_types import half_at
+from appliance.kernels.weights.ggml_types import half_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

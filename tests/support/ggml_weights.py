@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 
 
 def random_ggml(type_name: str, out_features: int, in_features: int, seed: int = 0) -> GgmlWeight:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ptx_machine import driver
 
-from appliance.kernels.target import target_of
+from appliance.kernels.gpu.target import target_of
 
 
 @contextmanager

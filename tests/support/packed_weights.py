@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 
 def random_packed(

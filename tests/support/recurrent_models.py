@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from teacher_forcing import BLOCK_SIZE
 
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

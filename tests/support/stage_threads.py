@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.cpu.cache import NativeCache
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.native import NativeDecoder
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec

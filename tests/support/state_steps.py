@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.host_spans import HostSpans, SpanRows
-from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.state_spans import StateSpans
+from appliance.kernels.rows.host_spans import HostSpans, SpanRows
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.rows.state_spans import StateSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

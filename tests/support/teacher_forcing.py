@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
-from appliance.kernels.ragged import AdapterRows, RaggedBatch
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision, precisions
+from appliance.kernels.rows.ragged import AdapterRows, RaggedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,8 +18,8 @@ from appliance.engine.speculation.proposal import ForcedProposer
 from appliance.engine.speculation.speculator import Speculator
 from appliance.engine.speculation.suffix import SuffixProposer
 from appliance.errors import ConfigError
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.cache import bytes_per_token
-from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.model.draft_head import HeadSource, open_eagle, open_head
 from appliance.model.executor import heads_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.devices import Precision, Processor
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
 from appliance.model.spec import LatentAttentionSpec

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.moves import BlockMoves
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.executor import Executor
     from appliance.model.fallback.own_cache import OwnCaches
@@ -329,7 +329,7 @@ def make_runner(
 
 def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
     from appliance.kernels.block_copy.launch import BlockMover
-    from appliance.kernels.decoder_cache import split_sealed
+    from appliance.kernels.cache.decoder_cache import split_sealed
 
     layers, opened = split_sealed(cache.layers)
     open_mover = BlockMover(opened) if opened else None

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.engine.run.device import Device
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.kernels.cpu.cache import NativeCache
-    from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.native import NativeDecoder
     from appliance.model.shard.shard import Part
 

@@ -19,7 +19,7 @@ from appliance.engine.ranks.shares import LEAST_GAIN
 from appliance.kernels import arrays
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.cpu.structs import Status
-from appliance.kernels.ragged import SealedSpans
+from appliance.kernels.rows.ragged import SealedSpans
 from appliance.model.shard.stage import Stage, check_stages, cut_layers, run_bytes
 from appliance.model.size import native_slot_bytes
 from appliance.model.tensors import Role
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.shared_step import RankStep, SharedStep
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.cpu.group import NativeGroup
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.native import NativeDecoder
     from appliance.model.shard.split import Split
     from appliance.model.source import ModelSource

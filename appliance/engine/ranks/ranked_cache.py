@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.moves import Rates, StateCopy, StateLoad
     from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.engine.run.device import Device
-    from appliance.kernels.decoder_cache import KVCache
+    from appliance.kernels.cache.decoder_cache import KVCache
 
 # From one rank's window to the next in the file, which has memory only where it was written.
 WINDOW = 1 << 34  # bytes; no block is larger

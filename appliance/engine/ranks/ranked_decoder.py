@@ -10,7 +10,7 @@ from appliance.engine.ranks.messages import MakeSlots
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.kv_format import precisions
+from appliance.kernels.cache.kv_format import precisions
 from appliance.model.shard.stage import Stage
 from appliance.stats import RankInfo, RankLink
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.ranked_cache import RankedCache
     from appliance.engine.ranks.started import StartedRanks
     from appliance.engine.ranks.torch_ranks import TorchRanks
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.cpu.cache import NativeCache
-    from appliance.kernels.kv_format import KVFormat, LayerPrecision
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.decoder import Decoder
     from appliance.model.native import NativeDecoder

@@ -9,9 +9,9 @@ import numpy as np
 
 from appliance.engine.ranks.messages import CacheLayer
 from appliance.kernels import arrays
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.cache import CachePlaces, Rows
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

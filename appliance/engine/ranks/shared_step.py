@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans
+from appliance.kernels.rows.ragged import AdapterRows, RaggedBatch, SealedSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.ranks.messages import Join, ToTorchRank
     from appliance.engine.run.device import Device, Graph
-    from appliance.kernels.decoder_cache import KVCache
+    from appliance.kernels.cache.decoder_cache import KVCache
     from appliance.model.adapters.torch_slots import TorchAdapterSlots
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.engine.run.device import Device, Event, Graph
     from appliance.engine.run.moves import StateRows
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.model.decoder import Decoder
     from appliance.model.shard.shard import Part
 

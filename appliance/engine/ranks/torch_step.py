@@ -13,8 +13,8 @@ import torch
 
 from appliance.engine.ranks.messages import RunStep
 from appliance.engine.ranks.shared_step import RankStep
-from appliance.kernels.host_spans import SpanRows
-from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans
+from appliance.kernels.rows.host_spans import SpanRows
+from appliance.kernels.rows.ragged import AdapterRows, RaggedBatch, SealedSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ import numpy as np
 from appliance.engine.nouns.plan import sampling_rows
 from appliance.engine.run.staging import StepShape
 from appliance.kernels.attention.work import NO_TILE, prefill_tiles
-from appliance.kernels.host_spans import HostSpans
+from appliance.kernels.rows.host_spans import HostSpans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

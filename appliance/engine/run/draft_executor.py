@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from appliance.engine.run.slot_settings import random_key, uniform_numbers
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.engine.run.staging import StepShape
 from appliance.kernels.attention.work import TILE_ROWS
-from appliance.kernels.host_spans import most_chunks
-from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
+from appliance.kernels.rows.host_spans import most_chunks
+from appliance.kernels.rows.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences

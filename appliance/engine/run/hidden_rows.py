@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.sequence import Sequence
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.native import NativeDecoder
 
 MOST_BYTES = 64 * 2**20  # per layer

@@ -15,7 +15,7 @@ from appliance.model.spec import AttentionSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.model.adapters.torch_slots import TorchAdapterSlots
     from appliance.model.decoder import Decoder
     from appliance.model.spec import LayerSpec
@@ -28,7 +28,7 @@ def compile_kernels(
     on_progress: Callable[[str, int, int], None],
 ) -> None:
     """Compile every kernel of a Triton decoder's first steps; launch nothing."""
-    from appliance.kernels.compile_ahead import compiled_ahead
+    from appliance.kernels.gpu.compile_ahead import compiled_ahead
 
     kept = distinct_layers(decoder, kv_layers)
     places, owners = decoder.spec.cache_places, decoder.spec.cache_layers
@@ -41,7 +41,7 @@ def compile_adapters(
 ) -> None:
     """Compile the kernels that add adapters to a Triton decoder's rows; launch nothing."""
     from appliance.kernels.adapters.launch import run_every_kernel
-    from appliance.kernels.compile_ahead import compiled_ahead
+    from appliance.kernels.gpu.compile_ahead import compiled_ahead
 
     with compiled_ahead(lambda done, total: on_progress("kernels", done, total)):
         run_every_kernel(slots.places(), slots.count)

@@ -12,7 +12,7 @@ from appliance.engine.nouns.limits import LOGIT_ROWS
 from appliance.engine.nouns.sampling_params import MAX_LOGPROBS
 from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.kernels.penalties.rows import PenaltyRows
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.sampling.ranking import likeliest
 from appliance.kernels.sampling.rows import SamplingRows
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.limits import SchedulerLimits
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.kernels.operations import MaskTokens, ScoreTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.kernels.host_spans import SpanRows
 from appliance.kernels.penalties.rows import PenaltyRows
+from appliance.kernels.rows.host_spans import SpanRows
 from appliance.kernels.sampling.rows import SamplingRows
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from appliance.errors import AdapterError, ModelError
 from appliance.files import open_regular
 from appliance.gguf import GGUFFile
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.targets import adapter_targets, unserved_linears

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.cpu.step_structs import AdapterPlace
     from appliance.kernels.operations import Backend, Linear
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.adapter import Adapter
     from appliance.model.adapters.targets import AdapterTarget
 

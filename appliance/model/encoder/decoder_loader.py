@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.decoder_cache import KVCache
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.decoder_cache import KVCache
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_write.reference import rotate_and_write_with
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.encoder.encoder import attend_by_runs
 from appliance.model.encoder.from_decoder import score_row
 from appliance.model.loader import load_decoder
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.cache.kv_cache import LayerCache
     from appliance.kernels.operations import Backend
     from appliance.model.decoder import Decoder
     from appliance.model.encoder.texts import Texts

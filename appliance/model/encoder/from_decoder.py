@@ -15,7 +15,7 @@ import numpy as np
 from appliance.errors import UnsupportedModelError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.encoder.gguf_families import check_pooling
 from appliance.model.families.reader import ConfigReader, class_defaults
 from appliance.model.families.registry import (

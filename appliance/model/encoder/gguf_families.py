@@ -27,7 +27,7 @@ from appliance.model.spec import RopeSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 _RANK = 4  # value of pooling_type: a head judges pairs
 _POOLINGS = (1, 2, 3)  # likewise: the mean, the first token's state, the last one's

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.encoder.encoder import (
     BiasedLinear,
     EncoderExperts,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.kernels import arrays
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.cache import PAGE_TOKENS, NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.encoder.spec import EncoderSpec, HeadActivation, RankingSpec, encoder_slots
 from appliance.model.native import HEAD_WIDTH_STEP, MOST_HEAD_WIDTH
 from appliance.model.rope import distinct_ropes

@@ -19,7 +19,7 @@ from appliance.kernels.cpu.structs import (
     RopeStruct,
 )
 from appliance.kernels.cpu.weights import WeightPacker
-from appliance.kernels.weight import Packed, dense
+from appliance.kernels.weights.weight import Packed, dense
 from appliance.model.encoder.from_decoder import score_row
 from appliance.model.encoder.native import TABLE_BITS, NativeEncoder, RankingHead, rotations
 from appliance.model.linear import LinearPart
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.kernels.cpu.engine import NativeEngine
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.encoder.source import EncoderSource
     from appliance.model.source import ModelSource
     from appliance.model.spec import RopeSpec

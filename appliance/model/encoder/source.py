@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.encoder.spec import EncoderNames, EncoderSpec
     from appliance.model.families.reader import ConfigReader
     from appliance.model.source import ModelSettings, ModelSource

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from appliance.kernels.kv_format import KVFormat, LayerPrecision
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+    from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.model.adapters.adapter import AdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.fallback.operations import Attend, Operations

@@ -16,7 +16,7 @@ import numpy as np
 
 from appliance.errors import CheckpointError
 from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.families.gguf_config import (
     gguf_biases,
     gguf_config,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.gguf import GGUFFile
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.families.reader import ConfigReader
     from appliance.model.tensors import TensorSlot
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.fallback.decoder import FallbackDecoder
 from appliance.model.fallback.description import (
     body_of,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.operations import Linear
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.fallback.operations import Operations
     from appliance.model.source import ModelSource
 

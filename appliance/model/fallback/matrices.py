@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader

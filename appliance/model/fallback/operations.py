@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.operations import Backend, Linear
-    from appliance.kernels.ragged import RaggedBatch
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.rows.ragged import RaggedBatch
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.spec import AttentionSpec, DecoderSpec
 
 

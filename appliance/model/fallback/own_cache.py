@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from appliance.kernels.kv_format import KVFormat, LayerPrecision
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+    from appliance.kernels.rows.ragged import RaggedBatch
 
 logger = logging.getLogger(__name__)
 

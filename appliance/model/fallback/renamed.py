@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.text_part import left_out
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.fallback.conversion import Converted
     from appliance.quant.formats import WeightReader
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 from math import factorial
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from appliance.kernels.packed import SMALLEST_GROUP
-from appliance.kernels.weight import column_unit
+from appliance.kernels.weights.packed import SMALLEST_GROUP
+from appliance.kernels.weights.weight import column_unit
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.recurrent_spec import Mamba2Spec, ShortConvSpec
 from appliance.model.shard.split import (

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels import arrays
+from appliance.kernels.cache.kv_format import LayerPrecision
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.kv_format import LayerPrecision
-from appliance.kernels.weight import cloned, column_unit, dense, some_columns
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.weight import cloned, column_unit, dense, some_columns
 from appliance.model.layer_weights import (
     AttentionWeights,
     EndWeights,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.adapters.targets import AdapterTarget, TargetRows
     from appliance.model.layer_weights import LayerWeights, MixerWeights
     from appliance.model.reader import ModelReader

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 from appliance.model.tensors import Role

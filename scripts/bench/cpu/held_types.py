@@ -29,9 +29,9 @@ from appliance.config import cache_dir
 from appliance.gguf import read_header
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model

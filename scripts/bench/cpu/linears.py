@@ -27,8 +27,8 @@ from torch import Tensor
 
 from appliance.kernels.cpu.library import select_isa
 from appliance.kernels.cpu.structs import Format, LinearStruct, Offset, Status
-from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul.reference import prepare_linear
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 

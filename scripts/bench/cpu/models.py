@@ -20,10 +20,10 @@ from appliance.bench.bandwidth import probe
 from appliance.bench.figures import spread
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

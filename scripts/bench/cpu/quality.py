@@ -26,7 +26,7 @@ from appliance.engine.load.execution.choice import execution_for
 from appliance.errors import ModelError
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.quality.measures import Divergence, Gap, Prediction

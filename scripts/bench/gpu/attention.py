@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.attention import reference
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
 from bench.gpu.backend import our_backend
 from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.cache.kv_cache import LayerCache
     from appliance.kernels.operations import Backend
     from bench.gpu.attention_peers import Peer
     from bench.gpu.plan import Wanted

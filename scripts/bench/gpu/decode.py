@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from bench.gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
 from bench.gpu.attention_peers import FLASHINFER, FLEX, SDPA, installed
 from bench.gpu.plan import Amount

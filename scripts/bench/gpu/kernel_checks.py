@@ -13,34 +13,34 @@ from appliance.kernels.activation import Activation
 from appliance.kernels.attention import reference as reference_attention
 from appliance.kernels.attention.launch import paged_attention, plan_attention
 from appliance.kernels.block_copy.launch import BlockMover
-from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 from appliance.kernels.fp8_matmul import launch as fp8_launch
 from appliance.kernels.fp8_matmul import reference as fp8_reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind
 from appliance.kernels.gated_activation import reference as reference_activation
 from appliance.kernels.gated_activation.launch import gated_activation
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_seal import reference as reference_seal
 from appliance.kernels.kv_seal.launch import seal
 from appliance.kernels.kv_write import reference as reference_write
 from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
 from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.norm_rope.launch import add_rms_norm
-from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as packed_launch
 from appliance.kernels.penalties import reference as reference_penalties
 from appliance.kernels.penalties.launch import penalize
 from appliance.kernels.penalties.rows import PenaltyRows
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.sampling import reference as reference_sampling
 from appliance.kernels.sampling.launch import DeviceSampling
 from appliance.kernels.sampling.rows import SamplingRows
-from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.kernels.soft_cap import reference as reference_cap
 from appliance.kernels.soft_cap.launch import soft_cap
 from appliance.kernels.token_mask import reference as reference_mask
 from appliance.kernels.token_mask.launch import mask_tokens
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from bench.gpu.rows import relative_error
 
 Check = Callable[[], tuple[float, float]]  # the error and its bound

@@ -12,16 +12,16 @@ from appliance.kernels.activation import Activation
 from appliance.kernels.adapters import reference as reference_adapters
 from appliance.kernels.adapters.factors import OutputRun, StackedFactors, blocks_of
 from appliance.kernels.adapters.launch import add_adapters, plan_adapters
-from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.reference import gated_activation
 from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
 from appliance.kernels.packed_matmul import launch as packed_launch
-from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.recurrence import reference as reference_recurrence
 from appliance.kernels.recurrence.launch import gated_delta, selective_scan
-from appliance.kernels.state_spans import StateSpans
-from appliance.kernels.weight import Weight, dense
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.rows.state_spans import StateSpans
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.weight import Weight, dense
 from bench.gpu.kernel_checks import (
     BF16,
     PRODUCTS,

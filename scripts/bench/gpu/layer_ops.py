@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from appliance.kernels.activation import Activation
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.gated_activation import reference as reference_activation
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.sampling import reference as reference_sampling
 from appliance.kernels.sampling.rows import SamplingRows

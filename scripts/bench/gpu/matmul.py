@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.fp8_matmul import launch as fp8_launch
 from appliance.kernels.fp8_matmul import reference as fp8_reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from bench.gpu.backend import our_backend
 from bench.gpu.matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
 from bench.gpu.plan import Amount

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.kernels.backend import triton_backend
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from bench.gpu.attention import BLOCK, LLAMA, TINY, Problem, filled_cache
 from bench.gpu.kernel_checks import random_weight
 from bench.gpu.plan import Amount

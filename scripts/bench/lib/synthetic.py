@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.model.source import ModelSource
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 from bench.lib.families import family_of_config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.formats.compressed_tensors import encode

@@ -28,7 +28,7 @@ import torch
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.kv.calibrate import measure_kv
@@ -41,7 +41,7 @@ from bench.quantize.kv_quality import CPU, calibration_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import LayerPrecision
     from appliance.model.source import ModelSource
 
 TOP = 20

@@ -20,7 +20,7 @@ import torch
 
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.executor import heads_of
 from appliance.model.source import open_model
 from appliance.quant.kv.calibrate import measure_kv

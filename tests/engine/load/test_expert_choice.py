@@ -14,8 +14,8 @@ from appliance.engine.load.execution.torch_execution import TorchExecution
 from appliance.engine.load.memory_request import expert_choice
 from appliance.errors import ConfigError
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.cpu.library import LibraryMissingError
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import ModelSource, open_model
 
 

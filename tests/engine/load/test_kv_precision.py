@@ -18,7 +18,7 @@ from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import CheckpointError, ConfigError, UnsupportedModelError
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import open_model
 from appliance.model.spec import NormSpec
 from appliance.quant.formats.kv_plan import FILE

@@ -33,7 +33,7 @@ from appliance.engine.ranks import rank_group, started
 from appliance.engine.ranks.link import LinkPath, LinkSpeed, LinkTrial
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 

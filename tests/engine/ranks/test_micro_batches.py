@@ -14,7 +14,7 @@ from appliance.engine.ranks.pipeline import (
     turns,
 )
 from appliance.engine.ranks.shared_step import RankStep
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 64, 512])

@@ -18,7 +18,7 @@ from appliance.engine.ranks.torch_step import (
     unpack,
 )
 from appliance.kernels.cpu.arena import Mapping
-from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans
+from appliance.kernels.rows.ragged import AdapterRows, RaggedBatch, SealedSpans
 
 CPU = torch.device("cpu")
 HIDDEN = 576

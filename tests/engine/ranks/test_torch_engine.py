@@ -29,7 +29,7 @@ from appliance.engine.ranks.shared_step import RankStep
 from appliance.engine.ranks.torch_step import pack, step_tensors
 from appliance.engine.run.host_device import HostDevice
 from appliance.files import stamp_of
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 

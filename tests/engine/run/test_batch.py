@@ -17,9 +17,9 @@ from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.staging import Staging, StepShape, StepTensors
 from appliance.kernels.attention.work import NO_TILE
 from appliance.kernels.penalties.cpu import penalize
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.rows.state_spans import StateSpans
 from appliance.kernels.sampling import batched
-from appliance.kernels.state_spans import StateSpans
 
 LARGEST = StepShape(
     *(64, 24, 16, 8, True, True),

@@ -9,7 +9,7 @@ import torch
 
 from appliance.engine.run.kernels_ahead import distinct_layers, with_layers
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.decoder import Decoder
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

@@ -24,8 +24,8 @@ from appliance.engine.run.measure import (
 )
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.fp8_matmul.launch import choose_fp8_tile
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.penalties import reference
 from appliance.kernels.sampling import batched

@@ -24,10 +24,10 @@ from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.draft_executor import HeadExecutor
 from appliance.engine.run.hidden_rows import kept_bytes
 from appliance.errors import CheckpointError, ConfigError, RequestError
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.draft_head import open_eagle, open_head
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model

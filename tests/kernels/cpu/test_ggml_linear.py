@@ -27,8 +27,8 @@ from ggml_weights import random_ggml
 from appliance.kernels.cpu.structs import Format, Isa, ScaleFormat, Status
 from appliance.kernels.cpu.weight_bytes import linear_bytes
 from appliance.kernels.cpu.weights import WeightPacker
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES, Decoded
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES, Decoded
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 29)
 

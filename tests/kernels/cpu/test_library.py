@@ -25,7 +25,7 @@ from appliance.kernels.cpu.library import (
     supported_isas,
 )
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.ggml_types import GGML_TYPES
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.version import __version__
 
 SIZES = {name: ctypes.sizeof(struct) for name, struct in step_structs.STRUCTS.items()}

@@ -31,7 +31,7 @@ from cpu_sections import use_isa
 from fp4_weights import random_fp4
 
 from appliance.kernels.cpu.structs import Format, Isa, Offset, ScaleFormat, Status
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 
 @pytest.fixture

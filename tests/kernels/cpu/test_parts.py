@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.parts import LibraryLinear, attend_layer
 from appliance.kernels.cpu.structs import AttentionStruct
 from appliance.kernels.cpu.weights import WeightPacker
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.native import batch_struct
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize

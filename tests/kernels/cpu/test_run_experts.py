@@ -23,8 +23,8 @@ from appliance.kernels.cpu.structs import (
     Status,
 )
 from appliance.kernels.cpu.weights import WeightPacker
-from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.kernels.weight import Weight, dense
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.weight import Weight, dense
 
 HIDDEN, MIDDLE, COUNT, TOP_K = 128, 96, 7, 3
 CLAMPED_SWIGLU, RELU_SQUARED = GatingStruct(2, 1.5, 1.7), GatingStruct(3)

@@ -9,8 +9,8 @@ import torch
 from appliance.kernels.attention import reference
 from appliance.kernels.attention.launch import paged_attention, plan_attention
 from appliance.kernels.attention.variant import FP8_CAPABILITY, WIDEST_WHOLE
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.target import target_of
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.target import target_of
 
 if TYPE_CHECKING:
     from tests.kernels.executed.conftest import Case

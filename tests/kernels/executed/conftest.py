@@ -38,11 +38,11 @@ from kernel_gpu import gpu
 from ptx_machine.driver import TARGETS
 from turns import sample, seed_of_tree
 
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import record_offset
 from appliance.kernels.kv_write.reference import write_kv
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 
 HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,8 +4,8 @@ import torch
 
 from appliance.kernels.block_copy import reference
 from appliance.kernels.block_copy.launch import BlockMover
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 
 
 def filled_layers() -> list[KVPages]:

@@ -13,10 +13,10 @@ from appliance.engine.run.device import Copy
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.kernels.block_copy.launch import BlockMover
-from appliance.kernels.decoder_cache import KVCache, split_sealed
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.sealed_blocks import SealedBlocks
+from appliance.kernels.cache.decoder_cache import KVCache, split_sealed
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 
 CPU = torch.device("cpu")
 FORMATS = [KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED]

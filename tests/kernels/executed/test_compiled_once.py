@@ -38,11 +38,11 @@ from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating
 from appliance.kernels.adapters.launch import add_adapters, plan_adapters
 from appliance.kernels.backend import triton_backend
-from appliance.kernels.compile_ahead import compiled_ahead
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.gpu.compile_ahead import compiled_ahead
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.operations import Backend, Linear
-from appliance.kernels.weight import Weight
+from appliance.kernels.weights.weight import Weight
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.adapters.torch_slots import TorchAdapterSlots
 from appliance.model.source import open_model

@@ -16,11 +16,11 @@ from teacher_forcing import logits_of
 from appliance.gguf import read_header
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.ggml_types import GGML_TYPES
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.routing import Router
-from appliance.kernels.weight import Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
+from appliance.kernels.weights.weight import Weight
 from appliance.model.experts import stack_experts
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layer_weights import MLPWeights

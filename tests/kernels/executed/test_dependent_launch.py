@@ -16,9 +16,9 @@ from ptx_machine.driver import TARGETS, PtxDriver
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation.launch import gated_activation
+from appliance.kernels.gpu.target import LEAST_DEPENDENT, starts_early
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.packed_matmul.launch import prepare_linear
-from appliance.kernels.target import LEAST_DEPENDENT, starts_early
 
 
 def test_older_gpus_and_the_interpreter_start_none_early(target: str) -> None:

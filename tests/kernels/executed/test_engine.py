@@ -45,7 +45,7 @@ from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.attention import launch as attention_launch
 from appliance.kernels.attention.work import AttentionWork
 from appliance.kernels.backend import REFERENCE, select_backend
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.operations import Backend
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model

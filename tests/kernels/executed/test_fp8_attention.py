@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from appliance.kernels.attention import reference
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from tests.kernels.executed.attending import BF16, attend
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.fp8_matmul import launch, reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind, prepare_linear, quantize_rows
 from appliance.kernels.packed_matmul.launch import TiledLinear
+from appliance.kernels.weights.fp8 import Fp8Weight
 from tests.kernels.executed.multiplying import BF16, FP16, ROUNDING, activations
 
 SAME, FP8 = ActivationKind

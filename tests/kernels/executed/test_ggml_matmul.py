@@ -7,8 +7,6 @@ import torch
 from ggml_weights import random_ggml
 
 from appliance.kernels.activation import Activation
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.packed_matmul import launch
 from appliance.kernels.packed_matmul.launch import (
     TiledLinear,
@@ -17,6 +15,8 @@ from appliance.kernels.packed_matmul.launch import (
     prepare_linear,
     prepare_table,
 )
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 from tests.kernels.executed.multiplying import BF16, FP16, activations, errors_of
 
 # How much more the error may be than that of torch's product with the weight made dense.

@@ -11,16 +11,16 @@ from packed_weights import random_packed
 from unread import Unread
 
 from appliance.kernels.activation import Activation, ClampedSwiGLU
-from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.gated_activation.reference import activated, gated_activation
-from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
-from appliance.kernels.packed import OffsetKind
 from appliance.kernels.packed_matmul.tiled import TiledWeight
-from appliance.kernels.weight import Weight, dense
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
+from appliance.kernels.weights.packed import OffsetKind
+from appliance.kernels.weights.weight import Weight, dense
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ADDITIVE, ZERO_POINT = OffsetKind.ADDITIVE, OffsetKind.ZERO_POINT

@@ -7,11 +7,11 @@ import torch
 
 from appliance.kernels.attention import reference as reference_attention
 from appliance.kernels.attention.launch import paged_attention, plan_attention
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 from appliance.kernels.kv_seal import reference
 from appliance.kernels.kv_seal.launch import seal
 from appliance.kernels.kv_write.reference import write_kv
-from appliance.kernels.ragged import RaggedBatch, SealedSpans
-from appliance.kernels.sealed_blocks import SealedBlocks
+from appliance.kernels.rows.ragged import RaggedBatch, SealedSpans
 
 CPU = torch.device("cpu")
 

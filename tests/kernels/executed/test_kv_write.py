@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_write import reference
 from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
 from appliance.kernels.norm_rope.reference import rms_norm, rotary

@@ -9,8 +9,8 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.attention.launch import plan_attention
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_write.launch import write_kv
 from appliance.kernels.latent_attention import reference
 from appliance.kernels.latent_attention.launch import check_latents, latent_attention

@@ -11,7 +11,7 @@ from packed_weights import random_packed
 
 from appliance.kernels.library_tiles.launch import widen
 from appliance.kernels.library_tiles.reference import widen as by_torch
-from appliance.kernels.weight import Weight
+from appliance.kernels.weights.weight import Weight
 
 ORDER = torch.randperm(288, generator=torch.Generator().manual_seed(0)).int()
 

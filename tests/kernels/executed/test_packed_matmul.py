@@ -10,13 +10,13 @@ from fp4_weights import random_fp4
 from packed_weights import random_packed
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.gpu.target import target_of
 from appliance.kernels.packed_matmul import launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_gate_up, prepare_linear
 from appliance.kernels.packed_matmul.tiled import Params, centered
 from appliance.kernels.packed_matmul.tiles import choose_tile
-from appliance.kernels.target import target_of
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from tests.kernels.executed.multiplying import (
     BF16,
     FP16,

@@ -13,8 +13,8 @@ from appliance.kernels.attention.launch import (
     paged_attention,
     plan_attention,
 )
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.target import target_of
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.target import target_of
 from tests.kernels.executed.attending import (
     BF16,
     BOUNDS,

@@ -17,8 +17,8 @@ from appliance.kernels.attention.launch import (
     paged_attention,
     plan_attention,
 )
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
 from tests.kernels.executed.attending import assert_matches_reference, attend
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from appliance.kernels.attention.launch import decode_spans, plan_attention
 from appliance.kernels.attention.work import span_of
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch, SealedSpans
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch, SealedSpans
 from tests.kernels.executed.attending import assert_matches_reference, attend
 
 if TYPE_CHECKING:

@@ -23,18 +23,18 @@ from appliance.kernels.attention.launch import (
     plan_attention,
 )
 from appliance.kernels.attention.variant import Tile, Variant, choose_tile
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 from appliance.kernels.latent_attention.launch import latent_attention
-from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as matmul_launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear
 from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiles import TILE_N, choose_splits
 from appliance.kernels.packed_matmul.variant import takes_sums
-from appliance.kernels.ragged import RaggedBatch, SealedSpans
-from appliance.kernels.sealed_blocks import SealedBlocks
+from appliance.kernels.rows.ragged import RaggedBatch, SealedSpans
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 pytestmark = pytest.mark.compiled
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from recurrent_models import RECURRENT
 from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.weight import dense
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.weights.weight import dense
 from appliance.model.adapters.reader import read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder

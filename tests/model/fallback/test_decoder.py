@@ -13,9 +13,9 @@ from native_models import LIBRARY
 from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.fallback import operations
 from appliance.model.fallback.decoder import FallbackDecoder
 from appliance.model.fallback.loader import load_fallback

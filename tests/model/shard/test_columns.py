@@ -10,13 +10,13 @@ from fp4_weights import random_fp4
 from ggml_weights import random_ggml
 from packed_weights import random_packed
 
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.ggml_types import GGML_TYPES
-from appliance.kernels.packed import OffsetKind
-from appliance.kernels.weight import column_unit, dense, some_columns
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml_types import GGML_TYPES
+from appliance.kernels.weights.packed import OffsetKind
+from appliance.kernels.weights.weight import column_unit, dense, some_columns
 
 if TYPE_CHECKING:
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
 
 
 def check(weight: Weight, first: int, last: int) -> Weight:

@@ -13,8 +13,8 @@ from rank_threads import RankThreads
 from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
 
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.kv_format import KVFormat
 from appliance.model.shard.shard import undivided
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model

@@ -12,10 +12,10 @@ from native_models import LIBRARY
 from rank_threads import RankThreads
 from teacher_forcing import BLOCK_SIZE
 
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.weight import dense
+from appliance.kernels.rows.ragged import RaggedBatch
+from appliance.kernels.weights.weight import dense
 from appliance.model.native_loader import load_native
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weight import Weight
+    from appliance.kernels.weights.weight import Weight
     from appliance.model.native import NativeDecoder
     from appliance.model.source import ModelSource
 

@@ -15,9 +15,9 @@ from stage_threads import StageThread, StageThreads
 from teacher_forcing import logits_of
 
 from appliance.engine.ranks.shared_step import RankStep
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:

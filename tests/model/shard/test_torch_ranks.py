@@ -13,7 +13,7 @@ from teacher_forcing import logits_of
 from torch_ranks import CPU, TorchRankThreads
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model

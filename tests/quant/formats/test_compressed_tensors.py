@@ -18,8 +18,8 @@ from torch import Tensor
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model_files.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import (

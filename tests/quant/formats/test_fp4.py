@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats import open_weights
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats import open_weights
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model_files.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.quant.formats import open_weights
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats import pack
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model_files.checkpoint import SafetensorsFolder, read_config, write_safetensors
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import encode

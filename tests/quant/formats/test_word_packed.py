@@ -18,7 +18,7 @@ from torch import Tensor
 
 from appliance.errors import CheckpointError, QuantizeError, UnsupportedModelError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.formats import awq, gptq, open_weights
 from appliance.quant.formats.awq import AwqLayout

@@ -18,8 +18,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from appliance.errors import ConfigError, ModelError, QuantizeError
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
 from appliance.quant.formats.scheme import WeightScheme

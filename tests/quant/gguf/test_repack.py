@@ -12,8 +12,8 @@ from ggml_models import write_llama
 from gguf.quants import dequantize
 
 from appliance.errors import QuantizeError
-from appliance.kernels.ggml_types import GGML_TYPES
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.ggml_types import GGML_TYPES
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.gguf.repack import write_gguf

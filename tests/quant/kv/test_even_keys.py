@@ -11,8 +11,8 @@ from lora import write_adapter
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
-from appliance.kernels.weight import dense
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.weights.weight import dense
 from appliance.model.adapters.reader import read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder

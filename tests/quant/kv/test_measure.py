@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from expert_models import save_experts
 
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, RopeSpec
 from appliance.quant.kv.calibrate import MeasuredLayer, measure_kv, measure_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.spec import AttentionSpec, RopeSpec
 from appliance.quant.kv.attention import EVERY, attend_with, largest_scales, search_scales
 

@@ -14,7 +14,7 @@ from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.kv import planned_kv
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

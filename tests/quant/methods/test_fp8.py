@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.kernels.fp8 import E4M3_MAX
+from appliance.kernels.weights.fp8 import E4M3_MAX
 from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.methods import fp8
 from appliance.quant.methods.fp8 import OCTAVE, WHOLE, quantize

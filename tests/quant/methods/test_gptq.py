@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import awq, gptq, rtn
 from appliance.quant.methods.ranges import SHRUNK, WHOLE, choose_steps

@@ -10,7 +10,7 @@ import torch
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model_files.checkpoint import write_safetensors

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from appliance.kernels import arrays
-from appliance.kernels.packed import OffsetKind
+from appliance.kernels.weights.packed import OffsetKind
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import data_free
 from appliance.quant.methods.rtn import quantize

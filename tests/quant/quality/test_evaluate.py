@@ -16,7 +16,7 @@ from torch import Tensor
 from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.arrays import in_torch
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.layers import DecoderLayer
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

@@ -11,7 +11,7 @@ from recurrent_models import RECURRENT, Running, advance
 from teacher_forcing import BLOCK_SIZE
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

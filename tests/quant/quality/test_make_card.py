@@ -20,7 +20,7 @@ from appliance.commands.quality import quality_of
 from appliance.commands.serve_banner import banner
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.errors import ConfigError, QualityError, QuantizeError
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.quality.card import card_of, card_path
 from appliance.quant.quality.card_files import write_card

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from appliance.errors import ApplianceError, QuantizeError
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize

@@ -15,7 +15,7 @@ from recurrent_models import RECURRENT, logits_in_steps
 
 from appliance.errors import QuantizeError
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

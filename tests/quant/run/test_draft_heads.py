@@ -12,7 +12,7 @@ from draft_heads import FAMILIES, write_with_head
 from drafting import draft_always
 from safetensors.torch import load_file, save_file
 
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.weight import dense
 from appliance.model.draft_head import HeadSource, find_head
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

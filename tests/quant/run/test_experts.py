@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model

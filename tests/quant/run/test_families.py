@@ -12,7 +12,7 @@ from model_families import FAMILIES, write_family
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.adapters.reader import FACTORS_NAME, read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder

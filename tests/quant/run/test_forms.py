@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from appliance.errors import ConfigError
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.methods import fp8, rtn

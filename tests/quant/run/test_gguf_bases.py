@@ -11,8 +11,8 @@ from ggml_models import write_llama
 from gguf.quants import dequantize
 
 from appliance.errors import QuantizeError
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import rtn

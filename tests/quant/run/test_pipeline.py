@@ -17,7 +17,7 @@ import torch
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, QuantizeError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.source import open_model
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.model_files.retrieval_recipe import recipe_of_folder

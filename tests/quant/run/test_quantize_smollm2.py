@@ -13,8 +13,8 @@ import torch
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.packed import PackedWeight
-from appliance.kernels.weight import dense as dense_of
+from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.weight import dense as dense_of
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

@@ -10,7 +10,7 @@ from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

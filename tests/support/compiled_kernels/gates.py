@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from ptx_machine.driver import SHARED_LIMIT
 
-from appliance.kernels.residency import LARGEST, Footprint
+from appliance.kernels.gpu.residency import LARGEST, Footprint
 from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
 from compiled_kernels.signatures.paged_attention import IN_PARTS, LLAMA
 from compiled_kernels.table import Key, Table, every_signature

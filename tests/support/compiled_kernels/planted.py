@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from appliance.kernels.attention.variant import Phase, Tile
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.packed_matmul.tiles import architecture
 from compiled_kernels.signature import KernelSignature
 from compiled_kernels.signatures.packed_matmul import GATE_UP, INT4_SYMMETRIC, matmul_signature

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from appliance.engine.run.host_device import NativeDevice
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.cache import bytes_per_token
-from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.kernels.token_mask.cpu import NativeMasks

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from appliance.engine.devices import native_engine
 from appliance.engine.run.host_device import HostDevice
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.sampling import batched
 from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide

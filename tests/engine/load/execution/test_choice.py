@@ -17,9 +17,9 @@ from appliance.engine.load.execution.choice import (
 )
 from appliance.engine.load.execution.native_execution import NativeExecution
 from appliance.errors import ConfigError
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import open_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_write.launch import constexprs, num_warps
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 

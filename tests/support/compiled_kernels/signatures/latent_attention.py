@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.latent_attention.variant import (
     CODES_AHEAD,
     MERGE_WARPS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from appliance.kernels.gpu.target import LEAST_DEPENDENT
 from appliance.kernels.packed_matmul.ggml_tiles import GGML_TILES
 from appliance.kernels.packed_matmul.sums import SUMS_BLOCK_K, SUMS_BLOCK_M
 from appliance.kernels.packed_matmul.tiled import Codes, Params
@@ -23,7 +24,6 @@ from appliance.kernels.packed_matmul.variant import (
     rows_constexprs,
     takes_sums,
 )
-from appliance.kernels.target import LEAST_DEPENDENT
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.packed_matmul.kernel"

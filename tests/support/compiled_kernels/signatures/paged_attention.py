@@ -16,7 +16,7 @@ from appliance.kernels.attention.variant import (
     choose_tile,
 )
 from appliance.kernels.attention.work import SPAN_BOUNDS, SPAN_COLUMNS, SPAN_LENGTHS
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULES = {

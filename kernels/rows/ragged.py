@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.host_spans import SpanRows
+    from appliance.kernels.rows.host_spans import SpanRows
+
 
 Table = TypeVar("Table", bound="Sequence[int]")
 

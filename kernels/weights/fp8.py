@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
 BLOCK = 128  # rows and columns that share a scale, in the block form
 E4M3_MAX = 448.0
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements

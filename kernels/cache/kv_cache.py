@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS, layout_name, page_bytes
 from appliance.kernels.kv_page.reference import read_pages
 

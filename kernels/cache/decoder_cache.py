@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks, KVPages, LayerCache
-from appliance.kernels.sealed_blocks import SealedBlocks
+from appliance.kernels.cache.kv_cache import KVBlocks, KVPages, LayerCache
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from appliance.kernels.kv_format import KVFormat, LayerPrecision
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+
 
 AnyLayerCache = LayerCache | SealedBlocks
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from triton.backends.compiler import GPUTarget
 
-logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
 _parsing = Lock()  # `ast.parse` of Python 3.11 fails in several threads at once (gh-106905)
 
 

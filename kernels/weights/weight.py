@@ -6,13 +6,14 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from appliance.kernels import arrays
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
+from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.packed import PackedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 # (out_features, in_features)
 Packed: TypeAlias = PackedWeight | Fp8Weight | Fp4Weight | GgmlWeight

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.cache.kv_format import KVFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from appliance.kernels.host_spans import HostSpans
 from appliance.kernels.recurrence.variant import FEWEST_CHUNKED
+from appliance.kernels.rows.host_spans import HostSpans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.kernels.host_spans import SpanRows
-    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.rows.host_spans import SpanRows
+    from appliance.kernels.rows.ragged import RaggedBatch
 
 
 class StateChunks(NamedTuple):

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels import arrays
-from appliance.kernels.ggml_types import GGML_TYPES, Decoded, GgmlType, half_at
+from appliance.kernels.weights.ggml_types import GGML_TYPES, Decoded, GgmlType, half_at
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
 
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 

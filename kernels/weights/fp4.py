@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
 # Values of the three low bits of a code; the fourth is the sign. Doubled they are integers.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUPS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # inputs that share a scale

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 SMALLEST_GROUP = 32  # the smallest that all kernels multiply
 

@@ -1,0 +1,1 @@
+"""The rows of one step: their sequences, keys and recurrent states."""
