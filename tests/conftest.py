@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import code_record
 import pytest
 from hypothesis import HealthCheck, settings
+from support.kernels import code_record
 
 from appliance.runtime import limit_spinning
 
+# Scripts of tests/support that tests start import what lies beside them.
+_SUPPORT = str(Path(__file__).parent / "support")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.getenv("PYTHONPATH"))))
 limit_spinning()  # the tests share their processors with servers under test
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a worker for each processor: torch's threads would wait for those of others. Said
@@ -74,13 +77,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if isa := os.environ.get("APPLIANCE_CPU_ISA"):  # for engines in this process too
-        from faces import leave_out
+        from support.kernels.faces import leave_out
 
         leave_out(isa)
     if not hasattr(config, "workerinput"):
         code_record.check_selection(config)
         if config.option.store_durations:
-            from file_scheduling import Stopwatch
+            from support.runs.file_scheduling import Stopwatch
 
             config.pluginmanager.register(Stopwatch())
     else:
@@ -107,7 +110,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    from file_scheduling import FileScheduling
+    from support.runs.file_scheduling import FileScheduling
 
     return FileScheduling(config, log)
 
@@ -116,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first, or one worker may be left with them when the others are done."""
     if hasattr(config, "workerinput"):
-        from file_scheduling import durations, longest_first
+        from support.runs.file_scheduling import durations, longest_first
 
         longest_first(items, durations())
 
@@ -164,7 +167,7 @@ def _unlike_if_asked(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("--unlike-products"):
         yield
         return
-    import products
+    from support.kernels import products
 
     with products.unlike_products():
         yield
@@ -173,7 +176,7 @@ def _unlike_if_asked(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def unlike_products() -> Iterator[None]:
     """torch's last bits differ with the rows, as on some processors: for tests of closeness."""
-    import products
+    from support.kernels import products
 
     with products.unlike_products():
         yield
@@ -182,7 +185,7 @@ def unlike_products() -> Iterator[None]:
 @pytest.fixture
 def exact_products() -> Iterator[None]:
     """torch's order of summation does not show: for tests of equal tokens."""
-    import products
+    from support.kernels import products
 
     with products.exact_products():
         yield

@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from support.runs.waiting import until
 from typer.testing import CliRunner, Result
-from waiting import until
 
 from appliance.bench.report import as_text
 from appliance.cli import app

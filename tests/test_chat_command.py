@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from support.runs.waiting import until
 from typer.testing import CliRunner
-from waiting import until
 
 from appliance.cli import app
 from tests.server.conftest import byte_tokenizer, forks, serve, tokenizer_folder

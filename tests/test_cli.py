@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from forked_commands import MAIN, SERVE, ForkedCommands, forked_commands
+from support.runs.forked_commands import MAIN, SERVE, ForkedCommands, forked_commands
 from typer.testing import CliRunner
 
 from appliance.cli import Commands, app, main

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from own_config import WriteConfig, clean_environment, write_config
+from support.runs.own_config import WriteConfig, clean_environment, write_config
 from typer.testing import CliRunner, Result
 
 from appliance.cli import app

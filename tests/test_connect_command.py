@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from own_config import WriteConfig, clean_environment, write_config
+from support.runs.own_config import WriteConfig, clean_environment, write_config
 from typer.testing import CliRunner, Result
 
 from appliance.cli import app

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 SIZE = struct.pack("HHHH", 20, 80, 0, 0)  # rows, columns
 # What moves the cursor, clears, or chooses a colour: a terminal obeys it, and shows none of it.

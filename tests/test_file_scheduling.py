@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import file_scheduling
 import pytest
-from file_scheduling import (
+from support.runs import file_scheduling
+from support.runs.file_scheduling import (
     BY_TEST,
     CLIENTS,
     IN_BROWSER,

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from large_model import write_large_model
+from support.models.large_model import write_large_model
 from typer.testing import CliRunner
 
 from appliance.cli import app

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance import long_lived
 from appliance.long_lived import start_task, start_thread, tell

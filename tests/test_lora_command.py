@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoint_forms import FORMS, SHAPES, write_both
-from lora import write_adapter
+from support.models.checkpoint_forms import FORMS, SHAPES, write_both
+from support.models.lora import write_adapter
 
 from appliance.commands.lora import check, ls
 from appliance.errors import AdapterError, ConfigError, ModelError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from large_model import LETTERS, write_large_model
 from rich.console import Console
+from support.models.large_model import LETTERS, write_large_model
 
 from appliance.cli import main
 from appliance.commands.quantize import tell_job

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from support.runs.waiting import wait_until
 
 from appliance.commands import serve_top
 from appliance.config import ServerConfig

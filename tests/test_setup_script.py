@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT, wait_until
+from support.runs.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parent.parent
 TOOLS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
+from support.echo.byte_tokenizer import save_byte_tokenizer
 
 from appliance.engine.tiers.stored_models import stored_models
 from appliance.errors import ApplianceError

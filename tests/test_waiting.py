@@ -7,8 +7,8 @@ import sys
 
 import psutil
 import pytest
-import waiting
-from waiting import has_ended, until, wait_until
+from support.runs import waiting
+from support.runs.waiting import has_ended, until, wait_until
 
 
 @pytest.mark.parametrize("needed", [0, 3])

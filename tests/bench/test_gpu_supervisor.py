@@ -6,8 +6,8 @@ import time
 from functools import partial
 from typing import Any
 
-import bench_worker
-from waiting import LIMIT
+from support.runs import bench_worker
+from support.runs.waiting import LIMIT
 
 from bench.gpu.supervisor import Start, Supervisor, name_of
 

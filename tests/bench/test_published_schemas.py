@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from grammar_words import EOS, words
+from support.engine.grammar_words import EOS, words
 
 from bench.engine.published_schemas import Judge, files
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echo_templates import TOOLS
-from waiting import until
+from support.echo.echo_templates import TOOLS
+from support.runs.waiting import until
 
 from appliance.chat.answer import ChatAnswer, NoAnswerError, ServerSource, fetch_answer
 from appliance.chat.dialogue import Dialogue, Turn

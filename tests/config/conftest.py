@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from own_config import clean_environment, write_config
+from support.runs.own_config import clean_environment, write_config
 
 __all__ = ["clean_environment", "write_config"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from own_config import WriteConfig
+from support.runs.own_config import WriteConfig
 
 from appliance.config import local_url, network_url, server_to_watch
 from appliance.errors import ConfigError

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from own_config import WriteConfig
+from support.runs.own_config import WriteConfig
 
 from appliance.config import (
     SECTIONS,

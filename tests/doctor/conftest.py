@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_config import clean_environment, write_config
+from support.runs.own_config import clean_environment, write_config
 
 from appliance.doctor.finding import Check, Finding, Scope
 

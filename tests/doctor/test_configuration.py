@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_config import WriteConfig
+from support.runs.own_config import WriteConfig
 
 from appliance.config import ServerConfig
 from appliance.doctor.configuration import check_private_files, check_settings, check_variables

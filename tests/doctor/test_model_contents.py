@@ -11,10 +11,10 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from byte_tokenizer import save_byte_tokenizer
-from causal_models import random_model
-from gguf_files import write_gguf_file
 from safetensors.torch import load_file, save_file
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.gguf.gguf_files import write_gguf_file
+from support.models.causal_models import random_model
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from byte_tokenizer import save_byte_tokenizer
-from causal_models import random_model
-from encoder_gguf import write_encoder_gguf
-from encoder_models import make, make_decoder, make_judge, write_tokenizer
-from fallback_models import FALLBACKS
-from gguf_files import with_tokenizer, write_gguf_file
-from own_cache_models import sizes_of
 from safetensors.torch import load_file, save_file
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.gguf.encoder_gguf import write_encoder_gguf
+from support.gguf.gguf_files import with_tokenizer, write_gguf_file
+from support.models.causal_models import random_model
+from support.models.encoder_models import make, make_decoder, make_judge, write_tokenizer
+from support.models.fallback_models import FALLBACKS
+from support.models.own_cache_models import sizes_of
 from typer.testing import CliRunner
 
 from appliance.cli import app

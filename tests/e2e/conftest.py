@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from waiting import LIMIT, Found, wait_until
+from support.runs.waiting import LIMIT, Found, wait_until
 
 
 class Server:

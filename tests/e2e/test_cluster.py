@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from ray_cluster import KEY, RayCluster, ray_cluster_running
-from waiting import wait_until
+from support.runs.waiting import wait_until
+from support.server.ray_cluster import KEY, RayCluster, ray_cluster_running
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from encoder_models import make, write_tokenizer
+from support.models.encoder_models import make, write_tokenizer
 from typer.testing import CliRunner
 
 from appliance.cli import app

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sure_models import write_sure_model
+from support.models.sure_models import write_sure_model
 
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.tokenizer import Tokenizer

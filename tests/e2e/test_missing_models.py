@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from forked_commands import forked_commands
+from support.runs.forked_commands import forked_commands
 
 from tests.e2e.conftest import Server
 

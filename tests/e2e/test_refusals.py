@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from forked_commands import ForkedCommands, forked_commands
+from support.runs.forked_commands import ForkedCommands, forked_commands
 
 
 @pytest.fixture(scope="module")

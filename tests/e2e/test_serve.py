@@ -18,7 +18,7 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Server

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_logits import break_logits
+from support.engine.broken_logits import break_logits
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

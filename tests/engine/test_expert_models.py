@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from expert_models import EXPERTS
-from greedy_answers import by_transformers, run
-from sure_models import TWO_LAYERS, write_sure_model
+from support.models.centered_models import CENTERED
+from support.models.expert_models import EXPERTS
+from support.models.greedy_answers import by_transformers, run
+from support.models.sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

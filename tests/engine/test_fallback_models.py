@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fallback_models import FALLBACKS
-from greedy_answers import by_transformers, run
-from sure_models import write_sure_model
+from support.models.fallback_models import FALLBACKS
+from support.models.greedy_answers import by_transformers, run
+from support.models.sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint_forms import FORMS, write_both
-from encoder_models import make
-from ggml_models import write_llama
-from model_families import FAMILIES, write_family
+from support.gguf.ggml_models import write_llama
+from support.models.checkpoint_forms import FORMS, write_both
+from support.models.encoder_models import make
+from support.models.model_families import FAMILIES, write_family
 
 from appliance.kernels.weights.ggml_types import GGML_TYPES
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from greedy_answers import by_transformers, run
-from own_cache_models import sizes_of
-from sure_models import write_sure_model
+from support.models.greedy_answers import by_transformers, run
+from support.models.own_cache_models import sizes_of
+from support.models.sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from broken_logits import break_logits
-from late_device import LateDevice
-from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
+from support.engine.broken_logits import break_logits
+from support.engine.late_device import LateDevice
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from late_device import LateDevice
-from recurrent_models import RECURRENT
-from sure_models import write_sure_model
+from support.engine.late_device import LateDevice
+from support.models.recurrent_models import RECURRENT
+from support.models.sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -17,7 +17,7 @@ import pytest
 
 from appliance.runtime import ALLOCATOR, OPENMP
 
-SCRIPT = Path(__file__).parents[1] / "support" / "resident_engine.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "support" / "engine" / "resident_engine.py"
 SMALL = {"kv_cache_memory": 100 << 20, "max_model_len": 2048}
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_simulation import Simulation
-from load_script import Script
-from simulated_eras import failure_of, script_of, shrink, simulate
-from virtual_runner import VirtualRunner
+from support.simulation.engine_simulation import Simulation
+from support.simulation.load_script import Script
+from support.simulation.simulated_eras import failure_of, script_of, shrink, simulate
+from support.simulation.virtual_runner import VirtualRunner
 
 from appliance.engine.blocks.block_hashes import is_state
 from appliance.engine.blocks.block_manager import BlockManager

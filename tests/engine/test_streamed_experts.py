@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import EXPERTS
-from greedy_answers import by_transformers, run
-from late_device import LateDevice
-from sure_models import TWO_LAYERS, write_sure_model
+from support.engine.late_device import LateDevice
+from support.models.expert_models import EXPERTS
+from support.models.greedy_answers import by_transformers, run
+from support.models.sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.load.load_engine import load_llm_engine

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_models import save_experts
-from large_model import write_large_model
+from support.models.expert_models import save_experts
+from support.models.large_model import write_large_model
 
 from appliance.config import EngineConfig
 from appliance.engine.load.memory_request import request_memory
@@ -52,7 +52,13 @@ def measured(model: Path, found: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory": found["bytes"]["kv_cache"],
     }
     ran = subprocess.run(
-        [sys.executable, SUPPORT / "resident_engine.py", model, json.dumps(settings), "--idle"],
+        [
+            sys.executable,
+            SUPPORT / "support" / "engine" / "resident_engine.py",
+            model,
+            json.dumps(settings),
+            "--idle",
+        ],
         env={**os.environ, **ALLOCATOR, **OPENMP},
         stdout=subprocess.PIPE,
         text=True,

@@ -10,12 +10,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from causal_models import random_model
-from gguf_fallbacks import MODELS, write_file
-from gguf_files import with_metadata
-from gguf_models import write_gguf, write_gguf_adapter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gguf.gguf_fallbacks import MODELS, write_file
+from support.gguf.gguf_files import with_metadata
+from support.gguf.gguf_models import write_gguf, write_gguf_adapter
+from support.models.causal_models import random_model
 
 from appliance.errors import ApplianceError
 from appliance.gguf import read_header

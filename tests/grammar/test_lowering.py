@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from schema_table import REFUSED as SCHEMA_REFUSED
+from support.server.schema_table import REFUSED as SCHEMA_REFUSED
 
 from appliance.docs import read
 from appliance.errors import RequestError

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from forked_commands import ForkedCommands, forked_commands
+from support.runs.forked_commands import ForkedCommands, forked_commands
 
 IMPORTED = (
     "appliance.cli",

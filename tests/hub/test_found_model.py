@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
+from support.echo.byte_tokenizer import save_byte_tokenizer
 
 from appliance.config import EngineConfig
 from appliance.errors import ConfigError, ModelError

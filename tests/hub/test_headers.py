@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_commands import ForkedCommands
-from ggml_models import write_llama
-from large_model import write_large_model
+from support.gguf.ggml_models import write_llama
+from support.models.large_model import write_large_model
+from support.runs.forked_commands import ForkedCommands
 
 Fit = Callable[[str], dict[str, Any]]
 

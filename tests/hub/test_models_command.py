@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_commands import ForkedCommands
+from support.runs.forked_commands import ForkedCommands
 
 FILES = {"a-Q4_0.gguf": b"GGUF" + bytes(5000), "b-Q8_0.gguf": b"GGUF" + bytes(200)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_commands import ForkedCommands
+from support.runs.forked_commands import ForkedCommands
 
 from appliance.errors import ModelError
 from appliance.hub.remote import choose_files

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from attention_spans import begin_of, span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels.attention_spans import begin_of, span_table
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.attention.work import (

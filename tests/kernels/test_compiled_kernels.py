@@ -14,9 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from compiled_kernels.compile import beside_products
-from compiled_kernels.decode_gates import Loop, moves_codes, too_many
-from compiled_kernels.gates import (
+from support.kernels.compiled_kernels.compile import beside_products
+from support.kernels.compiled_kernels.decode_gates import Loop, moves_codes, too_many
+from support.kernels.compiled_kernels.gates import (
     GATES,
     Gate,
     costly_latents,
@@ -32,15 +32,15 @@ from compiled_kernels.gates import (
     widening_slowly,
     without_wide_loads,
 )
-from compiled_kernels.signatures.paged_attention import IN_PARTS
-from compiled_kernels.table import (
+from support.kernels.compiled_kernels.signatures.paged_attention import IN_PARTS
+from support.kernels.compiled_kernels.table import (
     Table,
     every_signature,
     load,
     save,
     stale,
 )
-from turns import sample, seed_of_tree
+from support.runs.turns import sample, seed_of_tree
 
 HERE = Path(__file__).parent
 ONE_IN = 160  # rows that are compiled in each run, others in each commit
@@ -89,7 +89,14 @@ def test_a_sample_that_is_compiled_is_as_stored_but_for_what_is_planted(
     environment["TRITON_CACHE_DIR"] = str(pytestconfig.rootpath / ".cache" / "triton")
     path = os.pathsep.join(filter(None, (str(HERE.parent / "support"), os.getenv("PYTHONPATH"))))
     finished = subprocess.run(
-        [sys.executable, "-m", "compiled_kernels", tmp_path / "table.json", "--check", str(ONE_IN)],
+        [
+            sys.executable,
+            "-m",
+            "support.kernels.compiled_kernels",
+            tmp_path / "table.json",
+            "--check",
+            str(ONE_IN),
+        ],
         env={**environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,

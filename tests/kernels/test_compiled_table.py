@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_kernels.digest import digest
-from compiled_kernels.table import dearer, every_signature, load, save, stale
-from turns import sample, seed_of_tree
+from support.kernels.compiled_kernels.digest import digest
+from support.kernels.compiled_kernels.table import dearer, every_signature, load, save, stale
+from support.runs.turns import sample, seed_of_tree
 
 TRITON = "3.6.0"
 KEYS = list(every_signature())

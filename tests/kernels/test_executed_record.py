@@ -8,9 +8,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import code_record
 import pytest
-from code_record import EXECUTED, ROOT, code_of, digest, renew, unchanged
+from support.kernels import code_record
+from support.kernels.code_record import EXECUTED, ROOT, code_of, digest, renew, unchanged
 
 KERNEL_TEST = """
 from __future__ import annotations

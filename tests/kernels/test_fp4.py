@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_weights import random_fp4
+from support.kernels.fp4_weights import random_fp4
 
 from appliance.kernels.weights.fp4 import GROUPS, Fp4Weight
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_sections import load_sections, use_isa
+from support.kernels.cpu_sections import load_sections, use_isa
 
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cpu.arena import Arena

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_kernels import digest as digests
-from compiled_kernels.digest import digest, sources
-from compiled_kernels.signature import KernelSignature
-from compiled_kernels.table import every_signature
+from support.kernels.compiled_kernels import digest as digests
+from support.kernels.compiled_kernels.digest import digest, sources
+from support.kernels.compiled_kernels.signature import KernelSignature
+from support.kernels.compiled_kernels.table import every_signature
 from triton.runtime import jit
 
 CONSTANTS = '''

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from compiled_kernels.signature import MOST_COMPILED
-from compiled_kernels.signatures import signatures
+from support.kernels.compiled_kernels.signature import MOST_COMPILED
+from support.kernels.compiled_kernels.signatures import signatures
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS, EXECUTED = ROOT / "kernels", ROOT / "tests" / "kernels" / "executed"
@@ -25,7 +25,9 @@ def test_a_folder_says_what_it_computes_and_imports_nothing(path: Path) -> None:
 @pytest.mark.parametrize("folder", LAUNCHED)
 def test_a_kernel_is_compiled_for_every_architecture(folder: str) -> None:
     compiled = {signature.module.split(".")[2] for signature in signatures(MOST_COMPILED)}
-    assert folder in compiled, "add a file to tests/support/compiled_kernels/signatures"
+    assert folder in compiled, (
+        "add a file to tests/support/support/kernels/compiled_kernels/signatures"
+    )
 
 
 @pytest.mark.parametrize("folder", LAUNCHED)

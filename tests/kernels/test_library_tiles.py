@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fp4_weights import random_fp4
-from ggml_weights import random_ggml
-from library_tiles import laid_out
-from packed_weights import random_packed
+from support.gguf.ggml_weights import random_ggml
+from support.kernels.fp4_weights import random_fp4
+from support.kernels.library_tiles import laid_out
+from support.kernels.packed_weights import random_packed
 
 from appliance.kernels.cpu.weights import GGML_FORMS
 from appliance.kernels.library_tiles.reference import widen

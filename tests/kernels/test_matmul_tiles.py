@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
+from support.kernels.compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
 
 from appliance.kernels.fp8_matmul.launch import choose_fp8_tile
 from appliance.kernels.gpu.residency import LARGEST

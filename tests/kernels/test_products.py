@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import products
 import pytest
 import torch
-from products import exact_products, unlike_products
+from support.kernels import products
+from support.kernels.products import exact_products, unlike_products
 from torch import Tensor
 from torch.nn import functional
 

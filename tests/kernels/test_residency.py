@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_kernels.table import load
+from support.kernels.compiled_kernels.table import load
 
 from appliance.kernels.gpu.residency import LARGEST, Footprint, Footprints, multiprocessors_of
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from state_steps import padded_spans_of, spans_of
+from support.models.state_steps import padded_spans_of, spans_of
 
 from appliance.kernels.recurrence.reference import gated_delta
 from appliance.kernels.recurrence.variant import CHUNK, FEWEST_CHUNKED

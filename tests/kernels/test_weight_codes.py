@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fp4_weights import random_fp4
 from ptx_machine.inline import evaluate
+from support.kernels.fp4_weights import random_fp4
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError

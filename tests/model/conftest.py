@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from native_models import ISAS, LIBRARY
+from support.models.causal_models import random_model
+from support.models.native_models import ISAS, LIBRARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from native_models import native
-from teacher_forcing import logits_of
+from support.models.centered_models import CENTERED
+from support.models.native_models import native
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import CPU, REFERENCE

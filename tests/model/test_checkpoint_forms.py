@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_forms import DEVICE, FORMS, SHAPES, Form, write_both
-from teacher_forcing import logits_of
+from support.models.checkpoint_forms import DEVICE, FORMS, SHAPES, Form, write_both
+from support.models.teacher_forcing import logits_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from appliance.kernels.backend import CPU, REFERENCE

@@ -11,18 +11,17 @@ import os
 import random
 from typing import TYPE_CHECKING, Any
 
-import changed_settings
-import class_tables
 import pytest
 import torch
-from centered_models import CENTERED
-from changed_settings import Change, with_setting
-from dense_models import DENSE
-from expert_models import EXPERTS
-from random_changes import Judge, random_changes
-from recurrent_models import RECURRENT
-from relatives import FOLDERS, RELATIVES
-from teacher_forcing import logits_of
+from support.models import changed_settings, class_tables
+from support.models.centered_models import CENTERED
+from support.models.changed_settings import Change, with_setting
+from support.models.dense_models import DENSE
+from support.models.expert_models import EXPERTS
+from support.models.random_changes import Judge, random_changes
+from support.models.recurrent_models import RECURRENT
+from support.models.relatives import FOLDERS, RELATIVES
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import ApplianceError
 from appliance.kernels.backend import REFERENCE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from causal_models import random_model
+from support.models.causal_models import random_model
 
 import appliance
 from appliance.errors import CheckpointError, UnsupportedModelError

@@ -19,10 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from family_settings import EXPERTS, GGUF_SIZES, LLAMA3, OF_ARCHITECTURE, OF_FAMILY, SIZES
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from teacher_forcing import logits_of
+from support.models.family_settings import (
+    EXPERTS,
+    GGUF_SIZES,
+    LLAMA3,
+    OF_ARCHITECTURE,
+    OF_FAMILY,
+    SIZES,
+)
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import ApplianceError, CheckpointError, ModelError
 from appliance.kernels.backend import REFERENCE

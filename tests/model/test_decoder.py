@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cache.decoder_cache import KVCache

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from eagle_heads import (
+from safetensors.torch import load_file, save_file
+from support.models.causal_models import random_model
+from support.models.eagle_heads import (
     CONFIG,
     HIDDEN,
     SAID,
@@ -19,7 +20,6 @@ from eagle_heads import (
     target_sizes,
     write_with_eagle,
 )
-from safetensors.torch import load_file, save_file
 
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, UnsupportedModelError
 from appliance.kernels.cache.kv_format import KVFormat

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from expert_models import EXPERTS
-from native_models import LIBRARY
-from packed_weights import random_packed
-from teacher_forcing import logits_of
+from support.kernels.packed_weights import random_packed
+from support.models.expert_models import EXPERTS
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import logits_of
 from torch.nn import functional
 
 from appliance.kernels.activation import Activation

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from expert_models import save_experts
-from real_headers.quantized import fp8_blocks
 from safetensors.torch import load_file, save_file
+from support.models.expert_models import save_experts
+from support.models.real_headers.quantized import fp8_blocks
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.weights.weight import dense

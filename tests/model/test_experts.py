@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from expert_models import EXPERTS
-from native_models import native
 from safetensors.torch import load_file, save_file
-from teacher_forcing import BLOCK_SIZE, logits_of
+from support.models.expert_models import EXPERTS
+from support.models.native_models import native
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.kernels.backend import REFERENCE

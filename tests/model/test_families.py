@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dense_models import DENSE, longrope
-from relatives import FOLDERS, RELATIVES
-from teacher_forcing import logits_of
+from support.models.dense_models import DENSE, longrope
+from support.models.relatives import FOLDERS, RELATIVES
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.operations import Backend

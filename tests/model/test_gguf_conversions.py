@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from centered_models import CENTERED
-from expert_models import EXPERTS
-from gguf_conversions import architecture_of, gguf_settings, gguf_tensors
-from gguf_files import write_gguf_file
-from recurrent_models import RECURRENT, logits_in_steps
-from relatives import RELATIVES
 from safetensors.torch import load_file
+from support.gguf.gguf_conversions import architecture_of, gguf_settings, gguf_tensors
+from support.gguf.gguf_files import write_gguf_file
+from support.models.centered_models import CENTERED
+from support.models.expert_models import EXPERTS
+from support.models.recurrent_models import RECURRENT, logits_in_steps
+from support.models.relatives import RELATIVES
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from expert_models import EXPERTS
-from gguf_files import known_name, write_gguf_file
 from safetensors.torch import load_file, save_file
-from teacher_forcing import logits_of
+from support.gguf.gguf_files import known_name, write_gguf_file
+from support.models.expert_models import EXPERTS
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE

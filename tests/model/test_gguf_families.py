@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from gguf_models import pairs_from_halves, write_gguf
-from teacher_forcing import logits_of
+from support.gguf.gguf_models import pairs_from_halves, write_gguf
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE

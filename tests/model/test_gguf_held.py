@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from ggml_models import write_llama
-from native_models import native
-from teacher_forcing import logits_of
+from support.gguf.ggml_models import write_llama
+from support.models.native_models import native
+from support.models.teacher_forcing import logits_of
 
 from appliance.gguf import read_header
 from appliance.kernels.backend import CPU, REFERENCE

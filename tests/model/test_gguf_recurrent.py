@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from gguf_files import known_name, write_gguf_file
-from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from safetensors.torch import load_file
+from support.gguf.gguf_files import known_name, write_gguf_file
+from support.models.recurrent_models import RECURRENT, SIZES, logits_in_steps
 
 from appliance.errors import CheckpointError
 from appliance.gguf import GGUFFile

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from changed_settings import Oracle
 from gguf import GGUFValueType as T
-from gguf_files import with_metadata
-from gguf_models import gguf_tensors, llama3_divisors, write_gguf
-from random_changes import random_changes
-from teacher_forcing import logits_of
+from support.gguf.gguf_files import with_metadata
+from support.gguf.gguf_models import gguf_tensors, llama3_divisors, write_gguf
+from support.models.changed_settings import Oracle
+from support.models.random_changes import random_changes
+from support.models.teacher_forcing import logits_of
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

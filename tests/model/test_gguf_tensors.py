@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from expert_models import EXPERTS
-from ggml_models import write_llama
-from gguf_conversions import gguf_settings as converted_settings
-from gguf_conversions import gguf_tensors as converted_tensors
-from gguf_files import write_gguf_file
-from gguf_models import gguf_tensors, pairs_from_halves, write_gguf
-from native_models import native
 from safetensors.torch import load_file
-from teacher_forcing import logits_of
+from support.gguf.ggml_models import write_llama
+from support.gguf.gguf_conversions import gguf_settings as converted_settings
+from support.gguf.gguf_conversions import gguf_tensors as converted_tensors
+from support.gguf.gguf_files import write_gguf_file
+from support.gguf.gguf_models import gguf_tensors, pairs_from_halves, write_gguf
+from support.models.expert_models import EXPERTS
+from support.models.native_models import native
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError
 from appliance.kernels.backend import REFERENCE

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoint_forms import FORMS, write_both
-from expert_models import EXPERTS
-from ggml_models import write_llama
-from model_families import FAMILIES, write_family
-from native_models import LIBRARY
-from recurrent_models import RECURRENT
-from teacher_forcing import logits_of
+from support.gguf.ggml_models import write_llama
+from support.models.checkpoint_forms import FORMS, write_both
+from support.models.expert_models import EXPERTS
+from support.models.model_families import FAMILIES, write_family
+from support.models.native_models import LIBRARY
+from support.models.recurrent_models import RECURRENT
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.weights.ggml_types import GGML_TYPES

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from makers_models import MAKERS, save_as_maker
-from native_models import native
-from teacher_forcing import logits_of
+from support.models.makers_models import MAKERS, save_as_maker
+from support.models.native_models import native
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import CPU, REFERENCE

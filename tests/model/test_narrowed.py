@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fallback_models import FALLBACKS
-from native_models import LIBRARY
 from safetensors.torch import save_file
-from teacher_forcing import logits_of
+from support.models.fallback_models import FALLBACKS
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.backend import CPU
 from appliance.kernels.cpu.engine import NativeEngine

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from native_models import LIBRARY, native
-from relatives import RELATIVES
-from teacher_forcing import BLOCK_SIZE, logits_of
+from support.models.native_models import LIBRARY, native
+from support.models.relatives import RELATIVES
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat

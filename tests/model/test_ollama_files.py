@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from gguf_files import write_gguf_file
-from gguf_models import gguf_tensors
-from teacher_forcing import logits_of
+from support.gguf.gguf_files import write_gguf_file
+from support.gguf.gguf_models import gguf_tensors
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import REFERENCE

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from teacher_forcing import logits_of
-from transformers_gguf import load_with_transformers
+from support.gguf.transformers_gguf import load_with_transformers
+from support.models.teacher_forcing import logits_of
 
 from appliance.gguf import read_header
 from appliance.kernels.backend import CPU, REFERENCE

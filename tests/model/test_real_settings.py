@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_headers.header import Header
-from real_headers.refusals import is_right
-from real_headers.settings import read_settings
-from real_headers.trial import Outcome, try_small, try_whole
+from support.models.real_headers.header import Header
+from support.models.real_headers.refusals import is_right
+from support.models.real_headers.settings import read_settings
+from support.models.real_headers.trial import Outcome, try_small, try_whole
 
 HEADERS = list(read_settings(Path(__file__).parent / "real_settings.json"))
 

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from native_models import native
-from recurrent_models import RECURRENT, SIZES, Running, advance, allocate, logits_in_steps
 from safetensors.torch import load_file, save_file
+from support.models.native_models import native
+from support.models.recurrent_models import (
+    RECURRENT,
+    SIZES,
+    Running,
+    advance,
+    allocate,
+    logits_in_steps,
+)
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.kernels import arrays

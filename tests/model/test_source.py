@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE

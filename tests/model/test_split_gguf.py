@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from ggml_models import write_llama
-from teacher_forcing import logits_of
+from support.gguf.ggml_models import write_llama
+from support.models.teacher_forcing import logits_of
 
 from appliance import LLM, SamplingParams
 from appliance.doctor import machine

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from teacher_forcing import logits_of
-from whole_models import MAKERS_FORMS, WHOLES, MakersForm, whole_model
+from support.models.teacher_forcing import logits_of
+from support.models.whole_models import MAKERS_FORMS, WHOLES, MakersForm, whole_model
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import REFERENCE

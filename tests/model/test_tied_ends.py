@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from native_models import LIBRARY
-from rank_threads import RankThreads
 from safetensors.torch import load_file, save_file
-from stage_threads import StageThreads
-from teacher_forcing import logits_of
-from torch_ranks import TorchRankThreads
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import logits_of
+from support.ranks.rank_threads import RankThreads
+from support.ranks.stage_threads import StageThreads
+from support.ranks.torch_ranks import TorchRankThreads
 from transformers import AutoModelForCausalLM
 
 from appliance.kernels.backend import REFERENCE

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import write_gguf_file
 from safetensors.torch import save_file
+from support.gguf.gguf_files import write_gguf_file
 
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError

@@ -22,9 +22,9 @@ import pytest
 import pytest_asyncio
 import uvicorn
 import uvloop
-from byte_tokenizer import save_byte_tokenizer
-from echo_forks import Forks, echo_forks
-from waiting import LIMIT
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.echo.echo_forks import Forks, echo_forks
+from support.runs.waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process import launch
@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from appliance.engine.process.client import Replica
 
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading theirs takes each client 40 ms
-ECHO = (sys.executable, str(Path(__file__).parent.parent / "support" / "echo_worker.py"))
+ECHO = (
+    sys.executable,
+    str(Path(__file__).parent.parent / "support" / "support" / "echo" / "echo_worker.py"),
+)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -60,7 +63,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     """One for all files, whose tests run on its loop; each opens a context of its own."""
-    from browser import chromium
+    from support.server.browser import chromium
 
     async with chromium() as running:
         yield running

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 from appliance.errors import ConfigError
 from appliance.server.http.certificate import Certificate

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from soak.clock import LIBRARY, clock_jumps, environment
-from soak.connections import half_open, out_of_files, slowloris
-from soak.fuzz import fuzz
-from soak.start import echo_server
-from soak.streams import streams
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
+from support.server.soak.clock import LIBRARY, clock_jumps, environment
+from support.server.soak.connections import half_open, out_of_files, slowloris
+from support.server.soak.fuzz import fuzz
+from support.server.soak.start import echo_server
+from support.server.soak.streams import streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from soak.server import Server
+    from support.server.soak.server import Server
 
 pytestmark = pytest.mark.chaos
 

@@ -18,11 +18,11 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from cost_doors import NAMES, UNITS, Doors, halves, lenient, names, repeated
-from every_route import Call, Client
 from fastapi import FastAPI
-from growth import CountedText as T
 from hypothesis import strategies as st
+from support.server.cost_doors import NAMES, UNITS, Doors, halves, lenient, names, repeated
+from support.server.every_route import Call, Client
+from support.server.growth import CountedText as T
 
 from appliance.config import ServerConfig
 from appliance.dialects import learn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import openai
 import pytest
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 

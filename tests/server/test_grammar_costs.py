@@ -7,9 +7,9 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
-from cost_doors import NAMES, UNITS, Doors, halves, lenient, names, repeated
-from growth import CountedText as T
 from hypothesis import strategies as st
+from support.server.cost_doors import NAMES, UNITS, Doors, halves, lenient, names, repeated
+from support.server.growth import CountedText as T
 
 from appliance.dialects import learn
 from appliance.dialects.constrain import may_call, must_call

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance import long_lived
 from appliance.config import ServiceSocket, load_settings

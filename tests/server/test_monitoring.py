@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from promtool import promtool
+from support.server.promtool import promtool
 from typer.testing import CliRunner
 
 from appliance.cli import app

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from every_route import ENDLESS, Call, Client, every_call
-from waiting import until
+from support.runs.waiting import until
+from support.server.every_route import ENDLESS, Call, Client, every_call
 
 import appliance
 from appliance.config import ServerConfig

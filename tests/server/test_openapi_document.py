@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from fetched import python_clients
-from waiting import until
+from support.runs.fetched import python_clients
+from support.runs.waiting import until
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve

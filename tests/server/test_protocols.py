@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echo_templates import TOOLS
-from waiting import until
+from support.echo.echo_templates import TOOLS
+from support.runs.waiting import until
 
 from appliance.server.http import access_log
 

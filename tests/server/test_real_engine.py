@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from waiting import has_ended, until
+from support.runs.waiting import has_ended, until
 
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits

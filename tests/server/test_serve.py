@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
-from free_ports import free_port
-from waiting import LIMIT, has_ended, wait_until
+from support.runs.waiting import LIMIT, has_ended, wait_until
+from support.server.free_ports import free_port
 
 from appliance.config import ServerConfig
 from appliance.errors import ConfigError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
-ECHO = HERE.parent / "support" / "echo_worker.py"
+ECHO = HERE.parent / "support" / "support" / "echo" / "echo_worker.py"
 
 
 class Server:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from waiting import until, wait_until
+from support.runs.waiting import until, wait_until
 
 from appliance.config import ServiceSocket, service_socket
 from appliance.service.notice import ServiceNotice

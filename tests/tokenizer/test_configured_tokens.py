@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from random_changes import random_changes
+from support.models.random_changes import random_changes
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import has_ended, wait_until
+from support.runs.waiting import has_ended, wait_until
 
 from appliance.errors import ChatTemplateError, ModelError, RequestError
 from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, known_parts, pre_tokenizers

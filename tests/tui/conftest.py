@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from block_cells import pack_cell
+from support.server.block_cells import pack_cell
 
 from appliance.events import NO_OWNER, Info, Quantiles, Sequences, Snapshot, Stats, encode_event
 from appliance.stats import EngineStats, SequenceView

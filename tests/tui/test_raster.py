@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from block_cells import pack_cell
+from support.server.block_cells import pack_cell
 
 from appliance.events import NO_OWNER
 from appliance.tui import raster

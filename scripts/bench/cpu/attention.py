@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu_sections import load_sections, use_isa
+from support.kernels.cpu_sections import load_sections, use_isa
 
 from appliance.kernels.cpu.step_structs import BatchStruct, CacheLayerStruct, CacheStruct
 from appliance.kernels.cpu.structs import AttentionStruct, Format, Isa, Status

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_sections import load_sections, use_isa
+from support.kernels.cpu_sections import load_sections, use_isa
 from torch import Tensor
 
 from appliance.kernels.cpu.library import select_isa

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from teacher_forcing import BLOCK_SIZE, logits_of
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.config import EngineConfig, cache_dir
 from appliance.engine.devices import Precision

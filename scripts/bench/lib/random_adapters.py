@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from gguf_models import gguf_factors, write_gguf_adapter
 from safetensors.torch import load_file, save_file
+from support.gguf.gguf_models import gguf_factors, write_gguf_adapter
 
 from appliance.engine.nouns.request import AdapterRef
 from appliance.files import stamp_of

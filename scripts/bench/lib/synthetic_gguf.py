@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
-from ggml_models import blocks_of
+from support.gguf.ggml_models import blocks_of
 
 from appliance.model.tensors import Role, tensor_slots
 from bench.lib.families import family_of_config

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.backend import select_backend
 from appliance.kernels.cache.kv_format import KVFormat

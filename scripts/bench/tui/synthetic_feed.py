@@ -12,7 +12,7 @@ import time
 import zlib
 
 import numpy as np
-from block_cells import pack_cell
+from support.server.block_cells import pack_cell
 
 from appliance.events import (
     NO_OWNER,

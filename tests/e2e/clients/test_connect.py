@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fetched import node_packages
+from support.runs.fetched import node_packages
 from typer.testing import CliRunner
 
 from appliance.cli import app

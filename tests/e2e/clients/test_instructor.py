@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fetched import python_clients
+from support.runs.fetched import python_clients
 
 PROGRAM = Path(__file__).parent / "programs" / "instructor_modes.py"
 MODES = ("TOOLS", "JSON_SCHEMA")

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fetched import python_clients
-from waiting import LIMIT
+from support.runs.fetched import python_clients
+from support.runs.waiting import LIMIT
 
 pytestmark = pytest.mark.model
 

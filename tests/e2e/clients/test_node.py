@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fetched import node_packages
+from support.runs.fetched import node_packages
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ollama
 import pytest
 from pydantic import BaseModel
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

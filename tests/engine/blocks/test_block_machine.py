@@ -6,10 +6,10 @@ import random
 from unittest.mock import patch
 
 import pytest
-from block_history import seen
-from block_machine import START, BlockMachine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from support.simulation.block_history import seen
+from support.simulation.block_machine import START, BlockMachine
 
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import first_layers
+from support.gguf.gguf_files import first_layers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from encoder_models import make
 from safetensors.torch import load_file, save_file
+from support.models.encoder_models import make
 
 from appliance.config import EngineConfig
 from appliance.engine.encoder import encoder_execution as execution

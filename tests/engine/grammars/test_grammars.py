@@ -9,9 +9,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_words import CALL, EOS, FIRST_BYTE, text_of, words
-from late_device import LateDevice
 from llguidance import LLParserLimits
+from support.engine.grammar_words import CALL, EOS, FIRST_BYTE, text_of, words
+from support.engine.late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
-from drafting import draft_always
-from grammar_words import EOS, FIRST_BYTE, words
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.engine.drafting import draft_always
+from support.engine.grammar_words import EOS, FIRST_BYTE, words
 
 from appliance import LLM
 from appliance.config import EngineConfig

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_words import EOS, FIRST_BYTE, SIZE, words
 from llguidance import LLParserLimits
 from numpy.typing import NDArray
+from support.engine.grammar_words import EOS, FIRST_BYTE, SIZE, words
 
 from appliance.engine.grammars import c_library, library
 from appliance.engine.grammars.c_library import CLibrary, MismatchError

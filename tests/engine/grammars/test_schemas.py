@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from grammar_words import EOS, FIRST_BYTE, SIZE, text_of, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schema_table import DEPARTURES, REFUSED, SCHEMAS
+from support.engine.grammar_words import EOS, FIRST_BYTE, SIZE, text_of, words
+from support.server.schema_table import DEPARTURES, REFUSED, SCHEMAS
 
 from appliance.engine.grammars.compiling import GrammarCompiler
 from appliance.engine.grammars.library import GrammarState, open_library

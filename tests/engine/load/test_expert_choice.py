@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import save_experts
+from support.models.expert_models import save_experts
 
 from appliance.config import EngineConfig
 from appliance.engine.devices import Precision

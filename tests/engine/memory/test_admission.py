@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from memory_requests import MIB
-from memory_requests import memory_request as request
+from support.engine.memory_requests import MIB
+from support.engine.memory_requests import memory_request as request
 
 from appliance.engine.memory.admission import Admission
 from appliance.engine.memory.plan import plan_memory

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from memory_requests import MIB
-from memory_requests import memory_request as request
+from support.engine.memory_requests import MIB
+from support.engine.memory_requests import memory_request as request
 
 from appliance.engine.memory.plan import MemoryRequest, plan_memory
 from appliance.errors import ConfigError, MemoryPlanError

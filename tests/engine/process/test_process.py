@@ -9,7 +9,7 @@ from contextlib import closing
 
 import psutil
 import pytest
-from echo_engine import (
+from support.echo.echo_engine import (
     BREAK,
     ECHO,
     EOS,
@@ -21,7 +21,7 @@ from echo_engine import (
     running,
     tokens,
 )
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient

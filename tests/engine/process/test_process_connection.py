@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.engine.nouns.messages import Abort, Progress, StepReport
 from appliance.engine.process.child import EngineConnection

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
-from echo_engine import DIE, idle, request, running, tokens
-from waiting import until
+from support.echo.echo_engine import DIE, idle, request, running, tokens
+from support.runs.waiting import until
 
 from appliance.engine.nouns.messages import Vocabulary
 from appliance.engine.process import supervisor as supervising

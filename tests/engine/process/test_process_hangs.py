@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
-from echo_engine import BUSY, HANG, idle, request, running, tokens
-from waiting import LIMIT, until
+from support.echo.echo_engine import BUSY, HANG, idle, request, running, tokens
+from support.runs.waiting import LIMIT, until
 
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.engine.process.watchdog import LOOKS_TO_HANG, Verdict, Watch

@@ -7,8 +7,8 @@ from typing import Any
 
 import psutil
 import pytest
-from echo_engine import ECHO, LIMITS, end_tokens, request, running, tokens
-from waiting import has_ended, until
+from support.echo.echo_engine import ECHO, LIMITS, end_tokens, request, running, tokens
+from support.runs.waiting import has_ended, until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import ECHO, end_tokens
-from waiting import has_ended, until, wait_until
+from support.echo.echo_engine import ECHO, end_tokens
+from support.runs.waiting import has_ended, until, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess

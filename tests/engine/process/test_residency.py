@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from echo_engine import ECHO, LIMITS, end_tokens, request, tokens
-from waiting import until
+from support.echo.echo_engine import ECHO, LIMITS, end_tokens, request, tokens
+from support.runs.waiting import until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from waiting import wait_until
+from support.runs.waiting import wait_until
 
 from appliance.engine.nouns.beacon import MAX_NAMES, Beacon, name_of
 from appliance.engine.nouns.request import Request

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
-from drafting import draft_always
-from expert_models import EXPERTS
-from lora import write_adapter
-from rank_engines import (
+from support.engine.drafting import draft_always
+from support.engine.replaying import ReplayingSpeculator
+from support.models.expert_models import EXPERTS
+from support.models.lora import write_adapter
+from support.models.recurrent_models import RECURRENT
+from support.models.sure_models import THREE_GROUPS, write_sure_model
+from support.ranks.rank_engines import (
     CACHED_TOKENS,
     PROMPTS,
     answers,
     assert_a_rank_takes_the_engine_along,
     loaded,
 )
-from recurrent_models import RECURRENT
-from replaying import ReplayingSpeculator
-from sure_models import THREE_GROUPS, write_sure_model
-from waiting import wait_until
+from support.runs.waiting import wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.devices import Precision

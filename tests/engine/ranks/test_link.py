@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_links import FakeLink
+from support.ranks.fake_links import FakeLink
 
 from appliance.engine.ranks.link import TRIAL_SECONDS, LinkPath, LinkSpeed, choose_link, try_link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from rank_models import DENSE, shards_of
+from support.models.rank_models import DENSE, shards_of
 
 from appliance.engine.ranks.shares import HeldBytes, RankFacts, candidates, choose_split
 from appliance.errors import MemoryPlanError

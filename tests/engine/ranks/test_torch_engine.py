@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from expert_models import EXPERTS
-from late_device import LateDevice
-from lora import write_adapter
-from rank_engines import (
+from support.engine.late_device import LateDevice
+from support.engine.replaying import ReplayingSpeculator
+from support.models.expert_models import EXPERTS
+from support.models.lora import write_adapter
+from support.models.recurrent_models import RECURRENT
+from support.models.sure_models import THREE_GROUPS, write_sure_model
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
+from support.ranks.rank_engines import (
     CACHED_TOKENS,
     PROMPTS,
     answers,
@@ -19,10 +23,6 @@ from rank_engines import (
     best_two,
     loaded,
 )
-from recurrent_models import RECURRENT
-from replaying import ReplayingSpeculator
-from sure_models import THREE_GROUPS, write_sure_model
-from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.engine.nouns.request import AdapterRef
 from appliance.engine.ranks.shared_step import RankStep

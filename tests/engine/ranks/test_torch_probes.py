@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from rank_engines import PROMPTS, answers, loaded
-from sure_models import THREE_GROUPS, write_sure_model
+from support.models.sure_models import THREE_GROUPS, write_sure_model
+from support.ranks.rank_engines import PROMPTS, answers, loaded
 
 from appliance.engine.ranks import rank_group, torch_probes
 from appliance.engine.ranks.link import LinkPath
@@ -19,7 +19,7 @@ from appliance.errors import EngineError
 if TYPE_CHECKING:
     from typing import Any
 
-BAD = Path(__file__).parents[2] / "support" / "bad_peers.py"
+BAD = Path(__file__).parents[2] / "support" / "support" / "ranks" / "bad_peers.py"
 TORCH: dict[str, Any] = {"kernels": "torch", "kv_cache_dtype": "fp32", "max_model_len": 160}
 
 

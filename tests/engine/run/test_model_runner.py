@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from broken_logits import break_logits
-from gguf_files import first_layers
-from late_device import LateDevice
+from support.engine.broken_logits import break_logits
+from support.engine.late_device import LateDevice
+from support.gguf.gguf_files import first_layers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from late_device import LateDevice
+from support.engine.late_device import LateDevice
 
 from appliance.engine.nouns.moves import Rates, StateCopy, StateLoad
 from appliance.engine.run import moves

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from plain_sampler import uniform_number
+from support.engine.plain_sampler import uniform_number
 
 from appliance.engine.nouns.plan import Sampled, ScheduledSequence
 from appliance.engine.nouns.request import Request

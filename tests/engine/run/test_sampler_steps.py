@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import plain_sampler
 import pytest
 import torch
+from support.engine import plain_sampler
 
 from appliance.engine.nouns.plan import Sampled, ScheduledSequence
 from appliance.engine.nouns.request import Request

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice
-from products import exact_products
+from support.engine.late_device import LateDevice
+from support.kernels.products import exact_products
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

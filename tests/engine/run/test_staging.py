@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from late_device import LateDevice
+from support.engine.late_device import LateDevice
 
 from appliance.engine.nouns.limits import SchedulerLimits
 from appliance.engine.run.cuda_graphs import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from broken_logits import break_logits
+from support.engine.broken_logits import break_logits
 
 from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from gguf_files import first_layers
 from safetensors.torch import save_file
-from transformers_gguf import load_with_transformers
+from support.gguf.gguf_files import first_layers
+from support.gguf.transformers_gguf import load_with_transformers
 
 from appliance.config import EngineConfig
 from appliance.engine.load.load_engine import load_llm_engine

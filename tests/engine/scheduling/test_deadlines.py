@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from plan_judge import num_results
+from support.simulation.plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.nouns.limits import SchedulerLimits

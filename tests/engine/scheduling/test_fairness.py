@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from plan_judge import num_results
+from support.simulation.plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.nouns.plan import Plan, Sampled, StepLoad

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 import pytest
-from plan_judge import num_results
+from support.simulation.plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.nouns.plan import Plan, Sampled, StepLoad

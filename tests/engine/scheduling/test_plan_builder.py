@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from plan_judge import num_results
+from support.simulation.plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.nouns.moves import BlockCopy

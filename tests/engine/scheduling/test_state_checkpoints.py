@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
-from load_script import answer_of
-from virtual_runner import Clock, VirtualRunner
+from support.simulation.load_script import answer_of
+from support.simulation.virtual_runner import Clock, VirtualRunner
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.state_slots import StateSlots

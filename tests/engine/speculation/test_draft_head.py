@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from draft_answers import SIZES, load, requests_of, run
-from draft_heads import FAMILIES, LATENT, PlainHead, write_with_head
-from drafting import draft_always
-from eagle_heads import TARGETS, write_with_eagle
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from support.engine.draft_answers import SIZES, load, requests_of, run
+from support.engine.drafting import draft_always
+from support.models.causal_models import random_model
+from support.models.draft_heads import FAMILIES, LATENT, PlainHead, write_with_head
+from support.models.eagle_heads import TARGETS, write_with_eagle
 
 from appliance.config import EngineConfig
 from appliance.engine.load.memory_request import request_memory

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from draft_answers import SIZES, load, requests_of, run
-from drafting import draft_always
-from sure_models import write_sure_model
+from support.engine.draft_answers import SIZES, load, requests_of, run
+from support.engine.drafting import draft_always
+from support.models.sure_models import write_sure_model
 
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams

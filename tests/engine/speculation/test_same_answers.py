@@ -6,13 +6,13 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from draft_answers import SIZES, load, requests_of, run
-from drafting import draft_always
-from late_device import LateDevice
-from products import exact_products, unlike_products
-from recurrent_models import RECURRENT
-from replaying import ReplayingSpeculator
-from sure_models import write_sure_model
+from support.engine.draft_answers import SIZES, load, requests_of, run
+from support.engine.drafting import draft_always
+from support.engine.late_device import LateDevice
+from support.engine.replaying import ReplayingSpeculator
+from support.kernels.products import exact_products, unlike_products
+from support.models.recurrent_models import RECURRENT
+from support.models.sure_models import write_sure_model
 
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams

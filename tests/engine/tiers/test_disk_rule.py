@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_script import Setting
+from support.simulation.load_script import Setting
+from support.simulation.virtual_engine import engine_info
+from support.simulation.virtual_model import VOCAB
+from support.simulation.virtual_runner import Clock, VirtualRunner
 from typer.testing import CliRunner
-from virtual_engine import engine_info
-from virtual_model import VOCAB
-from virtual_runner import Clock, VirtualRunner
 
 from appliance.cli import app
 from appliance.engine.blocks.block_hashes import block_hash, root_hash

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from support.runs.waiting import wait_until
 
 from appliance.engine.blocks.block_hashes import state_key
 from appliance.engine.tiers.disk_store import HEADER_BYTES, DiskStore

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice
-from waiting import LIMIT, wait_until
+from support.engine.late_device import LateDevice
+from support.runs.waiting import LIMIT, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice
+from support.engine.late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

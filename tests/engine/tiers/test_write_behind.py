@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_runner import Clock
+from support.simulation.virtual_runner import Clock
 
 from appliance.engine.nouns.moves import SavedBlock
 from appliance.engine.tiers.write_behind import BUSY_SHARE, MAX_PENDING, WriteBehind

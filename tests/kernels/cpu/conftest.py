@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cpu_sections import load_sections, use_isa
+from support.kernels.cpu_sections import load_sections, use_isa
 
 from appliance.kernels.cpu.build import BuildError
 from appliance.kernels.cpu.library import LibraryError, load_library, supported_isas

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cpu_sections import CACHED
+from support.kernels.cpu_sections import CACHED
 
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.structs import Isa

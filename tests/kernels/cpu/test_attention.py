@@ -8,8 +8,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from cpu_pages import BLOCK, FORMATS, INTEGER, LAYER, SEALED, Array, Cache, Shape, address
 from numpy.typing import NDArray
+from support.kernels.cpu_pages import (
+    BLOCK,
+    FORMATS,
+    INTEGER,
+    LAYER,
+    SEALED,
+    Array,
+    Cache,
+    Shape,
+    address,
+)
 
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.cpu.structs import Format, Status

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_linears import (
+from support.gguf.ggml_weights import random_ggml
+from support.kernels.cpu_linears import (
     OUTPUTS,
     SENTINEL,
     Array,
@@ -21,8 +22,7 @@ from cpu_linears import (
     forward,
     quantize,
 )
-from cpu_sections import use_isa
-from ggml_weights import random_ggml
+from support.kernels.cpu_sections import use_isa
 
 from appliance.kernels.cpu.structs import Format, Isa, ScaleFormat, Status
 from appliance.kernels.cpu.weight_bytes import linear_bytes

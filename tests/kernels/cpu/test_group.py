@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rank_threads import Memory
+from support.ranks.rank_threads import Memory
 
 from appliance.kernels.cpu.engine import RankLostError
 from appliance.kernels.cpu.group import NativeGroup

@@ -7,7 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from cpu_pages import (
+from numpy.typing import NDArray
+from support.kernels.cpu_pages import (
     FORMATS,
     SEALED,
     Cache,
@@ -16,7 +17,6 @@ from cpu_pages import (
     decode,
     rotate,
 )
-from numpy.typing import NDArray
 
 from appliance.kernels.cpu.structs import Format
 from appliance.kernels.kv_page.codes import quantize_fp8, quantize_int4

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cpu_linears import (
+from support.kernels.cpu_linears import (
     DENSE,
     DTYPES,
     GUARD,
@@ -27,8 +27,8 @@ from cpu_linears import (
     pack,
     packed_weight,
 )
-from cpu_sections import use_isa
-from fp4_weights import random_fp4
+from support.kernels.cpu_sections import use_isa
+from support.kernels.fp4_weights import random_fp4
 
 from appliance.kernels.cpu.structs import Format, Isa, Offset, ScaleFormat, Status
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from cpu_linears import (
+from support.kernels.cpu_linears import (
     DENSE,
     DTYPES,
     INTEGER,

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_sections import use_isa
 from numpy.typing import NDArray
+from support.kernels.cpu_sections import use_isa
 
 from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import GatingStruct, Isa, NormStruct, RopeStruct

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from support.runs.waiting import wait_until
 
 from appliance.kernels.cpu.build import SOURCES, find_compiler
 from appliance.kernels.cpu.engine import NativeEngine

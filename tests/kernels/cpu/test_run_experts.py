@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from fp4_weights import random_fp4
+from support.kernels.fp4_weights import random_fp4
 from torch import Tensor
 
 from appliance.kernels.cpu.arena import Arena

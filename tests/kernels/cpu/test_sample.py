@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cpu_sections import use_isa
+from support.kernels.cpu_sections import use_isa
 from torch import Tensor
 
 from appliance.kernels.cpu.engine import NativeEngine

@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from cpu_sections import CACHED, build_sections
+from support.kernels.cpu_sections import CACHED, build_sections
 
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.library import load_library, supported_isas

@@ -33,10 +33,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from code_record import unchanged_in_run
-from kernel_gpu import gpu
 from ptx_machine.driver import TARGETS
-from turns import sample, seed_of_tree
+from support.kernels.code_record import unchanged_in_run
+from support.kernels.kernel_gpu import gpu
+from support.runs.turns import sample, seed_of_tree
 
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from unread import Unread
+from support.engine.unread import Unread
 
 from appliance.kernels.adapters import reference
 from appliance.kernels.adapters.factors import OutputRun, StackedFactors, blocks_of, padded_rank

@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 import torch
 import triton
-from kernel_gpu import gpu
-from late_device import LateDevice
-from packed_weights import random_packed
 from ptx_machine.driver import TARGETS
+from support.engine.late_device import LateDevice
+from support.kernels.kernel_gpu import gpu
+from support.kernels.packed_weights import random_packed
 from triton.runtime.jit import JITFunction
 
 from appliance.engine.blocks.block_manager import BlockManager

@@ -3,15 +3,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import model_families
 import pytest
 import torch
-from causal_models import random_model
-from expert_models import save_experts
-from ggml_models import write_llama
-from packed_weights import random_packed
-from recurrent_models import RECURRENT, SIZES, logits_in_steps
-from teacher_forcing import logits_of
+from support.gguf.ggml_models import write_llama
+from support.kernels.packed_weights import random_packed
+from support.models import model_families
+from support.models.causal_models import random_model
+from support.models.expert_models import save_experts
+from support.models.recurrent_models import RECURRENT, SIZES, logits_in_steps
+from support.models.teacher_forcing import logits_of
 
 from appliance.gguf import read_header
 from appliance.kernels.activation import Activation

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_gpu import gpu
-from packed_weights import random_packed
 from ptx_machine.driver import TARGETS, PtxDriver
+from support.kernels.kernel_gpu import gpu
+from support.kernels.packed_weights import random_packed
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation.launch import gated_activation

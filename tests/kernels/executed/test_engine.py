@@ -13,14 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 import triton
-from adapter_requests import ref
-from expert_models import save_experts
-from late_device import LateDevice
-from lora import write_adapter
 from msgspec.structs import replace as changed
 from ptx_machine.driver import PtxDriver
-from replaying import Answers, ReplayingSpeculator
-from sure_models import TWO_LAYERS, write_sure_model
+from support.engine.adapter_requests import ref
+from support.engine.late_device import LateDevice
+from support.engine.replaying import Answers, ReplayingSpeculator
+from support.models.expert_models import save_experts
+from support.models.lora import write_adapter
+from support.models.sure_models import TWO_LAYERS, write_sure_model
 from torch import Tensor
 
 from appliance.engine.blocks.block_manager import BlockManager

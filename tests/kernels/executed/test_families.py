@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from causal_models import random_model, spread_weights
-from family_settings import OF_FAMILY, SIZES
-from teacher_forcing import logits_of
+from support.models.causal_models import random_model, spread_weights
+from support.models.family_settings import OF_FAMILY, SIZES
+from support.models.teacher_forcing import logits_of
 from transformers import CONFIG_MAPPING
 
 from appliance.kernels.backend import REFERENCE, select_backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ggml_weights import random_ggml
+from support.gguf.ggml_weights import random_ggml
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.packed_matmul import launch

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from fp4_weights import random_fp4
-from ggml_weights import random_ggml
-from packed_weights import random_packed
-from unread import Unread
+from support.engine.unread import Unread
+from support.gguf.ggml_weights import random_ggml
+from support.kernels.fp4_weights import random_fp4
+from support.kernels.packed_weights import random_packed
 
 from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.gated_activation.reference import activated, gated_activation

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp4_weights import random_fp4
-from ggml_weights import random_ggml
-from library_tiles import laid_out
-from packed_weights import random_packed
+from support.gguf.ggml_weights import random_ggml
+from support.kernels.fp4_weights import random_fp4
+from support.kernels.library_tiles import laid_out
+from support.kernels.packed_weights import random_packed
 
 from appliance.kernels.library_tiles.launch import widen
 from appliance.kernels.library_tiles.reference import widen as by_torch

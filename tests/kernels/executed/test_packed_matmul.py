@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fp4_weights import random_fp4
-from packed_weights import random_packed
+from support.kernels.fp4_weights import random_fp4
+from support.kernels.packed_weights import random_packed
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.gpu.target import target_of

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from attention_spans import span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels.attention_spans import span_table
 
 from appliance.kernels.attention.launch import (
     decode_spans,

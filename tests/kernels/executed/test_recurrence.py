@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from state_steps import padded_spans_of, spans_of
+from support.models.state_steps import padded_spans_of, spans_of
 
 from appliance.kernels.recurrence.launch import gated_delta, selective_scan
 from appliance.kernels.recurrence.reference import gated_delta as gated_delta_by_torch

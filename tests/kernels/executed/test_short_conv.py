@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from state_steps import padded_spans_of, spans_of
+from support.models.state_steps import padded_spans_of, spans_of
 
 from appliance.kernels.short_conv.launch import short_conv
 from appliance.kernels.short_conv.reference import short_conv as by_torch

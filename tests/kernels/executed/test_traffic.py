@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import triton
-from attention_spans import span_table
-from compiled_kernels.signatures.paged_attention import FORMATS
-from fp4_weights import random_fp4
-from packed_weights import random_packed
 from ptx_machine.driver import PtxDriver
 from ptx_machine.memory import SECTOR
+from support.kernels.attention_spans import span_table
+from support.kernels.compiled_kernels.signatures.paged_attention import FORMATS
+from support.kernels.fp4_weights import random_fp4
+from support.kernels.packed_weights import random_packed
 
 from appliance.kernels.attention import launch as attention_launch
 from appliance.kernels.attention.launch import (

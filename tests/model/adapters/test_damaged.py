@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from gguf_models import gguf_factors, write_gguf_adapter
-from lora import write_adapter
 from peft.utils import load_peft_weights
+from support.gguf.gguf_models import gguf_factors, write_gguf_adapter
+from support.models.lora import write_adapter
 
 from appliance.errors import ApplianceError
 from appliance.model.adapters.reader import read_adapter

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from checkpoint_forms import FORMS, SHAPES, write_both
-from gguf_models import gguf_factors, write_gguf, write_gguf_adapter
-from lora import write_adapter
-from native_models import native
-from recurrent_models import RECURRENT
-from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
+from support.gguf.gguf_models import gguf_factors, write_gguf, write_gguf_adapter
+from support.models.centered_models import CENTERED
+from support.models.checkpoint_forms import FORMS, SHAPES, write_both
+from support.models.lora import write_adapter
+from support.models.native_models import native
+from support.models.recurrent_models import RECURRENT
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat

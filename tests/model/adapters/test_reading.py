@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import family_settings
 import pytest
 import torch
-from centered_models import CENTERED
-from gguf_models import gguf_factors, write_gguf_adapter
-from lora import ALL, with_adapter, write_adapter
-from recurrent_models import RECURRENT
-from whole_models import TEXT, whole_model
+from support.gguf.gguf_models import gguf_factors, write_gguf_adapter
+from support.models import family_settings
+from support.models.centered_models import CENTERED
+from support.models.lora import ALL, with_adapter, write_adapter
+from support.models.recurrent_models import RECURRENT
+from support.models.whole_models import TEXT, whole_model
 
 from appliance.errors import AdapterError
 from appliance.kernels.cpu.step_structs import AdapterPlace

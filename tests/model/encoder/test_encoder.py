@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import changed_settings
 import numpy as np
 import pytest
 import torch
 import transformers
-from encoder_models import (
+from safetensors.torch import load_file, save_file
+from support.models import changed_settings
+from support.models.encoder_models import (
     BERT,
     FAMILIES,
     make,
@@ -20,8 +21,7 @@ from encoder_models import (
     open_encoder,
     some_texts,
 )
-from native_models import LIBRARY
-from safetensors.torch import load_file, save_file
+from support.models.native_models import LIBRARY
 
 from appliance.engine.nouns.beacon import Beacon
 from appliance.errors import ApplianceError, CheckpointError

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from encoder_models import Made, make, of_one_type, of_transformers, open_encoder, some_texts
-from gguf_files import write_gguf_file
 from safetensors.torch import load_file, save_file
+from support.gguf.gguf_files import write_gguf_file
+from support.models.encoder_models import (
+    Made,
+    make,
+    of_one_type,
+    of_transformers,
+    open_encoder,
+    some_texts,
+)
 
 from appliance.errors import ApplianceError
 from appliance.files import write_json

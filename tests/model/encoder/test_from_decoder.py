@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import changed_settings
 import numpy as np
 import pytest
 import torch
-from encoder_models import (
+from support.models import changed_settings
+from support.models.encoder_models import (
     DECODERS,
     JUDGES,
     make_decoder,
@@ -18,7 +18,7 @@ from encoder_models import (
     open_decoder,
     some_texts,
 )
-from native_models import LIBRARY
+from support.models.native_models import LIBRARY
 
 from appliance.errors import ApplianceError
 from appliance.files import read_json, write_json

@@ -8,8 +8,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from encoder_gguf import MEAN, RANK, q8_0, write_encoder_gguf
-from encoder_models import (
+from support.gguf.encoder_gguf import MEAN, RANK, q8_0, write_encoder_gguf
+from support.gguf.gguf_files import write_gguf_file
+from support.models.encoder_models import (
     DECODERS,
     FAMILIES,
     Made,
@@ -19,8 +20,7 @@ from encoder_models import (
     of_transformers,
     some_texts,
 )
-from gguf_files import write_gguf_file
-from native_models import LIBRARY
+from support.models.native_models import LIBRARY
 
 from appliance.engine.nouns.request import Pooling
 from appliance.errors import ApplianceError

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fallback_models import FALLBACKS
-from native_models import LIBRARY
-from teacher_forcing import BLOCK_SIZE, logits_of
+from support.models.fallback_models import FALLBACKS
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from causal_models import random_model
-from gguf_fallbacks import MODELS, write_file
-from native_models import LIBRARY
-from teacher_forcing import logits_of
+from support.gguf.gguf_fallbacks import MODELS, write_file
+from support.models.causal_models import random_model
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import ModelError
 from appliance.gguf import GGUFFile

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from native_models import LIBRARY
-from own_cache_models import ONE_BY_ONE, OWN_CACHES, sizes_of
-from teacher_forcing import logits_of
+from support.models.causal_models import random_model
+from support.models.native_models import LIBRARY
+from support.models.own_cache_models import ONE_BY_ONE, OWN_CACHES, sizes_of
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import CPU

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from fallback_models import FALLBACKS
-from own_cache_models import sizes_of
+from support.models.causal_models import random_model
+from support.models.fallback_models import FALLBACKS
+from support.models.own_cache_models import sizes_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.model.fallback.decoder import SeenPositions, seen_positions

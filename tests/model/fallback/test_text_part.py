@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fallback_models import FALLBACKS
-from native_models import LIBRARY
 from safetensors.torch import load_file, save_file
-from teacher_forcing import logits_of
-from whole_models import FALLBACK_WHOLES, whole_model
+from support.models.fallback_models import FALLBACKS
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import logits_of
+from support.models.whole_models import FALLBACK_WHOLES, whole_model
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.cpu.engine import NativeEngine

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from lora import write_adapter
-from native_models import native
-from rank_threads import RankThreads
-from recurrent_models import RECURRENT
-from teacher_forcing import logits_of
-from torch_ranks import CPU, TorchRankThreads
+from support.models.centered_models import CENTERED
+from support.models.lora import write_adapter
+from support.models.native_models import native
+from support.models.recurrent_models import RECURRENT
+from support.models.teacher_forcing import logits_of
+from support.ranks.rank_threads import RankThreads
+from support.ranks.torch_ranks import CPU, TorchRankThreads
 
 from appliance.kernels.backend import REFERENCE
 from appliance.model.adapters.reader import read_adapter

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fp4_weights import random_fp4
-from ggml_weights import random_ggml
-from packed_weights import random_packed
+from support.gguf.ggml_weights import random_ggml
+from support.kernels.fp4_weights import random_fp4
+from support.kernels.packed_weights import random_packed
 
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml_types import GGML_TYPES

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from expert_models import EXPERTS
-from native_models import LIBRARY, native
-from rank_threads import RankThreads
-from recurrent_models import RECURRENT
-from teacher_forcing import logits_of
+from support.models.centered_models import CENTERED
+from support.models.expert_models import EXPERTS
+from support.models.native_models import LIBRARY, native
+from support.models.recurrent_models import RECURRENT
+from support.models.teacher_forcing import logits_of
+from support.ranks.rank_threads import RankThreads
 
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from native_models import LIBRARY
-from rank_threads import RankThreads
-from teacher_forcing import BLOCK_SIZE
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import BLOCK_SIZE
+from support.ranks.rank_threads import RankThreads
 
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from expert_models import EXPERTS
-from native_models import LIBRARY, native
-from recurrent_models import RECURRENT
-from stage_threads import StageThread, StageThreads
-from teacher_forcing import logits_of
+from support.models.centered_models import CENTERED
+from support.models.expert_models import EXPERTS
+from support.models.native_models import LIBRARY, native
+from support.models.recurrent_models import RECURRENT
+from support.models.teacher_forcing import logits_of
+from support.ranks.stage_threads import StageThread, StageThreads
 
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.cache.kv_format import KVFormat

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from centered_models import CENTERED
-from expert_models import EXPERTS
-from recurrent_models import RECURRENT
-from teacher_forcing import logits_of
-from torch_ranks import CPU, TorchRankThreads
+from support.models.centered_models import CENTERED
+from support.models.expert_models import EXPERTS
+from support.models.recurrent_models import RECURRENT
+from support.models.teacher_forcing import logits_of
+from support.ranks.torch_ranks import CPU, TorchRankThreads
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from ggml_models import write_llama
 from gguf.quants import dequantize
+from support.gguf.ggml_models import write_llama
 from torch import Tensor
 
 from appliance.errors import ConfigError, ModelError, QuantizeError

@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from ggml_models import write_llama
 from gguf.quants import dequantize
+from support.gguf.ggml_models import write_llama
 
 from appliance.errors import QuantizeError
 from appliance.kernels.weights.ggml_types import GGML_TYPES

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from lora import write_adapter
-from teacher_forcing import logits_of
+from support.models.lora import write_adapter
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from expert_models import save_experts
+from support.models.expert_models import save_experts
 
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.model.source import open_model

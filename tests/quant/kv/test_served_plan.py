@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
 from appliance.engine.load.load_engine import load_llm_engine

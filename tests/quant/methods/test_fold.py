@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_families import FAMILIES, write_family
+from support.models.model_families import FAMILIES, write_family
 
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme

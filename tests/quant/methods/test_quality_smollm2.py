@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.backend import select_backend
 from appliance.kernels.weights.weight import dense

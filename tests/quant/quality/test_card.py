@@ -9,8 +9,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from quality_cards import make_card
 from rich.console import Console
+from support.quant.quality_cards import make_card
 
 from appliance.commands.card_terminal import bar, print_card
 from appliance.errors import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 from torch import Tensor
 
 from appliance.errors import ModelError, QuantizeError

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from recurrent_models import RECURRENT, Running, advance
-from teacher_forcing import BLOCK_SIZE
+from support.models.causal_models import random_model
+from support.models.recurrent_models import RECURRENT, Running, advance
+from support.models.teacher_forcing import BLOCK_SIZE
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision

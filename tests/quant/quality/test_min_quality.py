@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from quality_cards import make_card
+from support.quant.quality_cards import make_card
 
 from appliance.errors import ConfigError
 from appliance.quant.quality.card import Figure

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from causal_models import random_model, spread_weights
-from native_models import LIBRARY
-from teacher_forcing import logits_of
+from support.models.causal_models import random_model, spread_weights
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import logits_of
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from appliance.docs import read

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from causal_models import random_model
-from centered_models import CENTERED
-from expert_models import EXPERTS
-from recurrent_models import RECURRENT, logits_in_steps
+from support.models.causal_models import random_model
+from support.models.centered_models import CENTERED
+from support.models.expert_models import EXPERTS
+from support.models.recurrent_models import RECURRENT, logits_in_steps
 
 from appliance.errors import QuantizeError
 from appliance.kernels.backend import REFERENCE

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from causal_models import random_model
-from expert_models import save_experts
+from support.models.causal_models import random_model
+from support.models.expert_models import save_experts
 
 from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model

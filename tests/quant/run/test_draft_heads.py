@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from draft_answers import load, requests_of, run
-from draft_heads import FAMILIES, write_with_head
-from drafting import draft_always
 from safetensors.torch import load_file, save_file
+from support.engine.draft_answers import load, requests_of, run
+from support.engine.drafting import draft_always
+from support.models.draft_heads import FAMILIES, write_with_head
 
 from appliance.kernels.weights.weight import dense
 from appliance.model.draft_head import HeadSource, find_head

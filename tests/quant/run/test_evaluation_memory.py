@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from large_model import LETTERS, write_large_model
+from support.models.large_model import LETTERS, write_large_model
 
 from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model

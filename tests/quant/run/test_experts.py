@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from appliance.kernels.backend import REFERENCE

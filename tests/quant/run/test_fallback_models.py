@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from byte_tokenizer import save_byte_tokenizer
-from fallback_models import FALLBACKS
-from native_models import LIBRARY
-from sure_models import write_sure_model
-from teacher_forcing import logits_of
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.models.fallback_models import FALLBACKS
+from support.models.native_models import LIBRARY
+from support.models.sure_models import write_sure_model
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import QuantizeError
 from appliance.kernels.cpu.engine import NativeEngine

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora import write_adapter
-from model_families import FAMILIES, write_family
-from teacher_forcing import logits_of
+from support.models.lora import write_adapter
+from support.models.model_families import FAMILIES, write_family
+from support.models.teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.weights.packed import PackedWeight

@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from ggml_models import write_llama
 from gguf.quants import dequantize
+from support.gguf.ggml_models import write_llama
 
 from appliance.errors import QuantizeError
 from appliance.kernels.weights.packed import PackedWeight

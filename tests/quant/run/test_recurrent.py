@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from recurrent_models import RECURRENT, SIZES, logits_in_steps
+from support.models.recurrent_models import RECURRENT, SIZES, logits_in_steps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from appliance.kernels.backend import REFERENCE

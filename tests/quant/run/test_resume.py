@@ -35,7 +35,7 @@ from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk import stream
 
 MakeFolder = Callable[..., Path]
-RUNNER = Path(__file__).parents[2] / "support" / "killed_runs.py"
+RUNNER = Path(__file__).parents[2] / "support" / "support" / "quant" / "killed_runs.py"
 SCHEME = WeightScheme(4, 32, False)
 
 

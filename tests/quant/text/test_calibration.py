@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from teacher_forcing import logits_of
+from support.models.teacher_forcing import logits_of
 
 from appliance.errors import QuantizeError
 from appliance.kernels.backend import REFERENCE

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from byte_tokenizer import save_byte_tokenizer
-from waiting import LIMIT
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.runs.waiting import LIMIT
 
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from expert_models import save_experts
+from support.models.expert_models import save_experts
 
 from appliance.model.experts import Experts
 from appliance.model.source import open_model

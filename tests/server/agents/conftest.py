@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echo_templates import TOOLS
+from support.echo.echo_templates import TOOLS
 
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fetched import agent, python_clients
-from waiting import LIMIT, until
+from support.runs.fetched import agent, python_clients
+from support.runs.waiting import LIMIT, until
 
 from appliance.connect import RECIPES, Connection
 from tests.server.agents.conftest import Play, Rules, call

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import chromium
-from fetched import ROOT
-from free_ports import free_port
-from waiting import LIMIT, until
+from support.runs.fetched import ROOT
+from support.runs.waiting import LIMIT, until
+from support.server.browser import chromium
+from support.server.free_ports import free_port
 
 from tests.server.agents.conftest import Play, Rules, call
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echo_templates import TOOLS
-from waiting import LIMIT, until
+from support.echo.echo_templates import TOOLS
+from support.runs.waiting import LIMIT, until
 
 from appliance.server.anthropic.turns import client_tool
 from appliance.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from block_cells import unpack_cell
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
+from support.server.block_cells import unpack_cell
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.events import (

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import opened
 from playwright.async_api import Error
-from waiting import until
+from support.runs.waiting import until
+from support.server.browser import opened
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
-from block_cells import pack_cell, unpack_cell
 from hypothesis import given
 from hypothesis import strategies as st
+from support.server.block_cells import pack_cell, unpack_cell
 
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.nouns.messages import EngineInfo, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from browser import opened
+from support.server.browser import opened
 
 from appliance.docs import NAMES, read
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance.events import (
     BlockTable,

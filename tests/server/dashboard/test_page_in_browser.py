@@ -9,8 +9,8 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import PHONE, opened
-from waiting import until
+from support.runs.waiting import until
+from support.server.browser import PHONE, opened
 
 from appliance.model_files.sampling_defaults import SamplingDefaults
 from appliance.progress.jobs import JobFile

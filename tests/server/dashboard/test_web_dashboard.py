@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 from aiohttp import web
-from browser import chromium, opened
+from support.runs.waiting import LIMIT, until
+from support.server.browser import chromium, opened
 from typer.testing import CliRunner
-from waiting import LIMIT, until
 
 from appliance.cli import app
 from appliance.config import ServerConfig

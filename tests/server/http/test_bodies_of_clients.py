@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echo_templates import TOOLS
+from support.echo.echo_templates import TOOLS
 
 from appliance.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

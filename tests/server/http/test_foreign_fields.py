@@ -12,7 +12,7 @@ import httpx
 import ollama
 import openai
 import pytest
-from echo_templates import TOOLS
+from support.echo.echo_templates import TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.server.http import idempotency
 from appliance.server.http.idempotency import MAX_ANSWER_BYTES, SharedAnswer

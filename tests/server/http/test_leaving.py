@@ -11,8 +11,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from every_route import Call, Client, every_call
-from waiting import until
+from support.runs.waiting import until
+from support.server.every_route import Call, Client, every_call
 
 from appliance.config import ServerConfig
 from appliance.server.app import create_app

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.config import ServerConfig
 from appliance.config.api_keys import ApiKey, check_keys

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 from appliance.server.dashboard.watcher import Watcher
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance.config import ServerConfig
 from appliance.config.api_keys import ApiKey, check_keys

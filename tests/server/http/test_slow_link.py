@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 from appliance.engine.process.client import EngineClient
 from appliance.events import Delta, Event, Snapshot, decode_event

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance.server.http.connection import CHUNKS
 from appliance.server.http.frames import FrameTemplate, data_frame

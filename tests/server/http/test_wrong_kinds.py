@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from waiting import until
+from support.runs.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.metrics.metrics import Metrics, RequestTimer

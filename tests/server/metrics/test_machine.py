@@ -5,7 +5,7 @@ import os
 import threading
 
 import pytest
-from waiting import LIMIT
+from support.runs.waiting import LIMIT
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient

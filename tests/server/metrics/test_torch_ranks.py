@@ -9,8 +9,8 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from sure_models import THREE_GROUPS, write_sure_model
-from waiting import until
+from support.models.sure_models import THREE_GROUPS, write_sure_model
+from support.runs.waiting import until
 
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits

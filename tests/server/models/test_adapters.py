@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.supervisor import EngineState

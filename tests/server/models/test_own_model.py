@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from echo_engine import ECHO
+from support.echo.echo_engine import ECHO
 
 from appliance.chat.answer import ChatAnswer, NoAnswerError, fetch_answer
 from appliance.chat.dialogue import Dialogue

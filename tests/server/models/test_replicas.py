@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import LIMIT, until
+from support.runs.waiting import LIMIT, until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits

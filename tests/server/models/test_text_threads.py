@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.server.models import text_threads
 from appliance.server.models.text_threads import SHORT, TextThreads, TextTimeoutError

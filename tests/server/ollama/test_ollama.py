@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ollama
 import pytest
-from echo_templates import TOOLS
-from waiting import LIMIT, until
+from support.echo.echo_templates import TOOLS
+from support.runs.waiting import LIMIT, until
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echo_templates import TOOLS
 from openai.types.chat import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -19,6 +18,7 @@ from openai.types.chat import (
     ChatCompletionToolUnionParam,
 )
 from pydantic import TypeAdapter
+from support.echo.echo_templates import TOOLS
 
 from appliance.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
-from waiting import until
+from support.echo.byte_tokenizer import save_byte_tokenizer
+from support.runs.waiting import until
 
 from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.fim import FORMS, end_ids, find_form

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from echo_templates import TOOLS
+from support.echo.echo_templates import TOOLS
 
 from appliance.tokenizer import Tokenizer
 

@@ -9,9 +9,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from echoed_responses import events_of
 from openai.types.responses import Response, ResponseInputItemParam
 from pydantic import TypeAdapter
+from support.echo.echoed_responses import events_of
 
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from echoed_responses import THOUGHT, WEATHER, events_of
+from support.echo.echoed_responses import THOUGHT, WEATHER, events_of
 
 from appliance.server.openai_responses import history
 from appliance.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from echoed_responses import OSLO, ROME, THOUGHT, WEATHER, events_of
 from openai.types.responses import Response
-from waiting import until
+from support.echo.echoed_responses import OSLO, ROME, THOUGHT, WEATHER, events_of
+from support.runs.waiting import until
 
 from appliance.tokenizer import Tokenizer
 

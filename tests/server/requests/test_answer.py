@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from msgspec import UNSET
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.engine.nouns.messages import SequenceDelta
 from appliance.engine.nouns.request import FinishReason, Request

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from byte_tokenizer import save_byte_tokenizer
+from support.echo.byte_tokenizer import save_byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from appliance.dialects import Content, Thought

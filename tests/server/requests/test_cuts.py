@@ -17,8 +17,8 @@ import anthropic
 import msgspec
 import openai
 import pytest
-from echo_templates import TOOLS
 from pydantic import BaseModel
+from support.echo.echo_templates import TOOLS
 
 from appliance.engine.nouns.messages import SequenceDelta
 from appliance.engine.nouns.request import FinishReason

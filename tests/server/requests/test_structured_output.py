@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.supervisor import SupervisionLimits

@@ -14,7 +14,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.engine.nouns.request import Pooling
 from appliance.model_files.retrieval_recipe import EmbeddingRecipe, RetrievalRecipe

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from encoder_models import make, make_decoder, write_tokenizer
 from safetensors.torch import save_file
+from support.models.encoder_models import make, make_decoder, write_tokenizer
 
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.supervisor import SupervisionLimits

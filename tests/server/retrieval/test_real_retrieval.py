@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers_gguf import load_with_transformers
+from support.gguf.transformers_gguf import load_with_transformers
 
 from appliance.engine.nouns.request import Pooling
 from appliance.engine.process.launch import ENGINE_COMMAND

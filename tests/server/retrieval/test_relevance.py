@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import transformers
-from encoder_models import write_tokenizer
-from waiting import until
+from support.models.encoder_models import write_tokenizer
+from support.runs.waiting import until
 
 from appliance.errors import ChatTemplateError
 from appliance.files import write_json

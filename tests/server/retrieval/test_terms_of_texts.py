@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import until
+from support.runs.waiting import until
 
 from appliance.server.http import access_log
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from expert_models import save_experts
-from memory_requests import memory_request
+from support.engine.memory_requests import memory_request
+from support.models.expert_models import save_experts
 
 from appliance.engine.memory.experts.prediction import (
     CROSSING_SECONDS,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from memory_requests import MIB, memory_request
+from support.engine.memory_requests import MIB, memory_request
 
 from appliance.engine.memory.experts.split import ExpertChoice, LayerExperts
 from appliance.engine.memory.experts.streaming import Streaming

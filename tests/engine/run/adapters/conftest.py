@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from adapter_requests import ALL
-from checkpoint_forms import FORMS, write_both
-from lora import write_adapter
+from support.engine.adapter_requests import ALL
+from support.models.checkpoint_forms import FORMS, write_both
+from support.models.lora import write_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path

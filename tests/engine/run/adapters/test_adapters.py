@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from adapter_requests import ALL, PROMPT, finish, load, ref, request, run
-from lora import write_adapter
-from teacher_forcing import logits_of
+from support.engine.adapter_requests import ALL, PROMPT, finish, load, ref, request, run
+from support.models.lora import write_adapter
+from support.models.teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine

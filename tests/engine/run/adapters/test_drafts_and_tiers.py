@@ -7,9 +7,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from adapter_requests import PROMPT, finish, load, request
-from drafting import draft_always
-from replaying import Answers, ReplayingSpeculator
+from support.engine.adapter_requests import PROMPT, finish, load, request
+from support.engine.drafting import draft_always
+from support.engine.replaying import Answers, ReplayingSpeculator
 
 from appliance.engine.tiers import read_ahead, write_behind
 

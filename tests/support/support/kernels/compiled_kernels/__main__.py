@@ -1,0 +1,106 @@
+"""Compile kernels and write what resources they take, or compare a table with that.
+
+    PYTHONPATH=tests/support .venv/bin/python -m support.kernels.compiled_kernels TABLE.json
+
+A process that interprets kernels (TRITON_INTERPRET=1) cannot compile them, so this runs in one of
+its own; `scripts/check_triton` starts it for each table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+import triton
+from support.kernels.compiled_kernels.compile import compile_kernel
+from support.kernels.compiled_kernels.digest import digest
+from support.kernels.compiled_kernels.table import (
+    Key,
+    Table,
+    dearer,
+    every_signature,
+    load,
+    save,
+    stale,
+)
+from support.runs.turns import sample, seed_of_tree
+
+FEW = 40  # kernels that are compiled before other processes would have imported torch and triton
+
+
+def compile_rows(keys: list[Key]) -> Table:
+    """Compile the signatures of these rows, many of them on all cores."""
+    every = every_signature()
+    wanted = [every[key] for key in keys]
+    capabilities = [capability for _, capability in keys]
+    if len(keys) < FEW:
+        results = list(map(compile_kernel, wanted, capabilities))
+    else:
+        # A fresh interpreter each: what is forked after triton's threads have started may hang.
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as workers:
+            results = list(workers.map(compile_kernel, wanted, capabilities, chunksize=4))
+    return {
+        key: {
+            "digest": digest(every[key], key[1], triton.__version__),
+            **json.loads(json.dumps(asdict(found))),  # lists for tuples, as in a file
+        }
+        for key, found in zip(keys, results, strict=True)
+    }
+
+
+def update(path: Path, *, accept: bool) -> int:
+    """Compile what is stale and write it; keep, unless accepted, rows that would be far dearer."""
+    table = load(path)
+    wanted = stale(table, triton.__version__)
+    compiled = compile_rows(wanted)
+    refused = {
+        key: ways
+        for key, row in compiled.items()
+        if not accept and key in table and (ways := list(dearer(row, table[key])))
+    }
+    now = {**table, **{key: row for key, row in compiled.items() if key not in refused}}
+    save(path, {key: now[key] for key in every_signature() if key in now}, triton.__version__)
+    print(f"{path.name}: {len(wanted)} of {len(every_signature())} rows compiled")
+    for (name, capability), ways in refused.items():
+        print(f"  {name}, {capability}: {', '.join(ways)}")
+    if refused:
+        print(f"{len(refused)} rows are left as they were; --accept writes them too")
+    return bool(refused)
+
+
+def check(path: Path, one_in: int) -> int:
+    """Compile a sample of the rows that are not stale, and compare; write nothing."""
+    table = load(path)
+    old = set(stale(table, triton.__version__))
+    keys = sample([key for key in every_signature() if key not in old], one_in, seed_of_tree())
+    differing = [key for key, row in compile_rows(keys).items() if row != table[key]]
+    print(f"{path.name}: {len(keys)} rows compiled, {len(old)} stale, {len(differing)} differ")
+    for name, capability in differing:
+        print(f"  {name}, {capability}")
+    return bool(differing or old)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="compiled_kernels", description=__doc__)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--accept", action="store_true", help="write rows that became far dearer")
+    parser.add_argument(
+        "--check", type=int, metavar="N", help="compile one row in N and compare; write nothing"
+    )
+    options = parser.parse_args()
+    for name in list(os.environ):  # what would change the code and is not in a digest
+        if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR":
+            del os.environ[name]
+    if options.check:
+        sys.exit(check(options.table, options.check))
+    sys.exit(update(options.table, accept=options.accept))
+
+
+if __name__ == "__main__":
+    main()

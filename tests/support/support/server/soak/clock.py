@@ -1,0 +1,56 @@
+"""A server whose wall clock jumps by years, by libfaketime; monotonic clocks go on as ever."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from support.server.soak.server import Server
+from support.server.soak.streams import streams
+
+LIBRARY = Path(__file__).parents[5] / ".cache/tools/libfaketime.so.1"
+JUMPS = ("+1d", "-1d", "+10y", "-10y", "+0")
+
+
+def environment(offset: Path) -> dict[str, str]:
+    """What makes a process look for its clock's offset in a file.
+
+    Args:
+        offset: the file; it has to be there.
+    """
+    offset.write_text("+0")
+    return {
+        "LD_PRELOAD": str(LIBRARY),
+        "FAKETIME_TIMESTAMP_FILE": str(offset),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        # A workaround of it for an old glibc: Python would spin wherever a thread waits its turn.
+        "FAKETIME_FORCE_MONOTONIC_FIX": "0",
+    }
+
+
+async def clock_jumps(
+    server: Server, offset: Path, *, clients: int, seconds: float
+) -> dict[str, Any]:
+    """Stream to clients while the clock of the server goes forth and back.
+
+    Args:
+        server: started with `environment`.
+        offset: the file that was named there.
+        clients: at once.
+        seconds: in all.
+
+    Raises:
+        SoakError: as for `streams`.
+    """
+
+    async def jump() -> None:
+        for jump in JUMPS:
+            await asyncio.sleep(seconds / (len(JUMPS) + 1))
+            await asyncio.to_thread(offset.write_text, jump)
+
+    jumping = asyncio.create_task(jump())
+    found = await streams(server, clients=clients, seconds=seconds)
+    await jumping
+    return {**found, "jumps": len(JUMPS)}

@@ -1,0 +1,139 @@
+"""Many eras of the simulated engine, from one seed; one that fails is cut down to what matters.
+
+The steps are spread over engines ("eras") with different settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import traceback
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar
+
+from support.simulation.engine_simulation import Simulation
+from support.simulation.load_script import write_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.simulation.load_script import Event, Script
+
+Result = TypeVar("Result")
+
+STEPS_OF_AN_ERA = 600  # many settings rather than long lives
+MAX_TRIALS = 300  # runs to find a smaller script
+
+
+class SimulationError(Exception):
+    """An era failed; the message says how to see it again."""
+
+
+def script_of(seed: int, era: int) -> Script:
+    """What happens to an engine of the simulation."""
+    return write_script(random.Random(f"{seed} {era}"), STEPS_OF_AN_ERA)
+
+
+def failure_of(script: Script, check_every: int) -> str | None:
+    """Where a script fails; None if it does not."""
+    try:
+        Simulation(script, check_every=check_every).run()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} {error} in {frame.name}, line {frame.lineno}"
+    return None
+
+
+def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
+    """Leave out events, many at once and then fewer, as long as what is left still fails."""
+    events: list[Event] = list(script.events)
+    size, trials = len(events) // 2, 0
+    while size and trials < MAX_TRIALS:
+        at = 0
+        while at < len(events) and trials < MAX_TRIALS:
+            fewer = events[:at] + events[at + size :]
+            trials += 1
+            if fails(replace(script, events=tuple(fewer))):
+                events = fewer
+            else:
+                at += size
+        size //= 2
+    return replace(script, events=tuple(events))
+
+
+def explain(seed: int, era: int) -> str | None:
+    """How an era fails, and the least that leads there; None if it does not."""
+    script = script_of(seed, era)
+    failure = failure_of(script, check_every=1)
+    if failure is None:
+        return None
+    kind = failure.split(" in ")[0]
+
+    def fails(candidate: Script) -> bool:
+        found = failure_of(candidate, check_every=1)
+        return found is not None and found.split(" in ")[0] == kind
+
+    small = shrink(script, fails)
+    lines = [
+        f"era {era} of seed {seed} fails: {failure}",
+        f"again: scripts/simulate --seed {seed} --era {era}",
+        f"{small.setting}, noise {small.noise}",
+        *(f"    {event}" for event in small.events),
+        f"then: {failure_of(small, check_every=1)}",
+    ]
+    return "\n".join(lines)
+
+
+def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) -> Counter[str]:
+    """Run eras until they had so many steps together; what came up.
+
+    Args:
+        steps: at least so many.
+        seed: of all of it.
+        check_every: steps between two looks at all the books.
+        jobs: processes that run eras beside each other; what comes up is the same.
+
+    Raises:
+        SimulationError: one of them failed.
+    """
+    seen: Counter[str] = Counter()
+    run = partial(_run_era, seed, check_every=check_every)
+    for era, counts in enumerate(_in_order(run, jobs)):
+        if counts is None:
+            again = explain(seed, era) or f"era {era} of seed {seed} fails with others before it"
+            raise SimulationError(again)
+        seen += counts
+        if seen["steps"] >= steps:
+            seen["eras"] = era + 1
+            return seen
+    raise AssertionError("eras do not end")
+
+
+def _run_era(seed: int, era: int, *, check_every: int) -> Counter[str] | None:
+    """What came up in one era; None if it failed."""
+    seen: Counter[str] = Counter()
+    try:
+        Simulation(script_of(seed, era), check_every=check_every, seen=seen).run()
+    except Exception:
+        return None
+    return seen
+
+
+def _in_order(run: Callable[[int], Result], jobs: int) -> Iterator[Result]:
+    """What comes of 0, 1, 2 and so on, some of them ahead of time."""
+    if jobs == 1:
+        yield from map(run, count())
+        return
+    with ProcessPoolExecutor(jobs, initializer=logging.disable, initargs=(logging.ERROR,)) as pool:
+        ahead = deque(pool.submit(run, era) for era in range(2 * jobs))
+        try:
+            for era in count(2 * jobs):
+                yield ahead.popleft().result()
+                ahead.append(pool.submit(run, era))
+        finally:
+            for future in ahead:
+                future.cancel()
