@@ -28,10 +28,10 @@ _OF_ML = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML} | {
     name: np.dtype(name)
     for name in (
-        *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
-        *("uint8", "uint16", "uint32", "uint64", "bool"),
+        "float64", "float32", "float16", "int64", "int32", "int16", "int8",
+        "uint8", "uint16", "uint32", "uint64", "bool",
     )
-}
+}  # fmt: skip
 _RAW = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}  # how torch reads types of ml_dtypes
 
 

@@ -334,3 +334,20 @@ def test_triton_is_imported_in_kernel_files_only() -> None:
         )
     ]
     assert not wrong
+
+
+def test_nothing_is_packed_to_save_lines() -> None:
+    """As `*(a, b)` in a call or a list, which hides what is passed."""
+    folders = ("appliance", "kernels", "quant", "tui", "scripts", "tests")
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in paths
+        if "*(" in (text := path.read_text()) or "*[" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Starred)
+        and isinstance(node.value, ast.Tuple | ast.List)
+        and node.value.elts
+        and isinstance(node.ctx, ast.Load)
+    ]
+    assert not wrong

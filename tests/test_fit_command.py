@@ -30,7 +30,15 @@ def test_the_table_says_what_its_columns_mean(model: Path) -> None:
     first, heads, best = result.stdout.splitlines()[:3]
     assert first == "large on RTX 3060, 12 GiB"
     assert heads.split() == [
-        *("weights", "KV", "cache", "context", "at", "once", "memory", "tokens/s", "quality")
+        "weights",
+        "KV",
+        "cache",
+        "context",
+        "at",
+        "once",
+        "memory",
+        "tokens/s",
+        "quality",
     ]
     assert best.split()[:5] == ["1", "as", "it", "is", "bf16"]
     assert "360 GB/s (its maker's figure)" in result.stdout

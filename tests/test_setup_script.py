@@ -15,9 +15,9 @@ from support.runs.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parent.parent
 TOOLS = (
-    *("bash", "sh", "sed", "sha256sum", "find", "rm", "mkdir", "touch", "grep", "awk", "cut"),
-    *("cat", "cp", "dirname", "sleep"),
-)
+    "bash", "sh", "sed", "sha256sum", "find", "rm", "mkdir", "touch", "grep", "awk", "cut",
+    "cat", "cp", "dirname", "sleep",
+)  # fmt: skip
 # Stands for Python, of the system and in .venv: $PIP says what becomes of an installation.
 PYTHON = """#!/bin/sh
 case "$*" in

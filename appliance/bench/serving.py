@@ -16,10 +16,10 @@ from appliance.bench.figures import spread
 from appliance.bench.load import Burst, Endpoint, completion_body, latency, run_burst
 
 WORDS = [
-    *("river", "stone", "market", "letter", "garden", "winter", "signal", "harbor", "engine"),
-    *("window", "captain", "forest", "bridge", "silver", "morning", "question", "village"),
-    *("hammer", "teacher", "mountain", "copper", "shadow", "kitchen", "orange", "paper"),
-]
+    "river", "stone", "market", "letter", "garden", "winter", "signal", "harbor", "engine",
+    "window", "captain", "forest", "bridge", "silver", "morning", "question", "village",
+    "hammer", "teacher", "mountain", "copper", "shadow", "kitchen", "orange", "paper",
+]  # fmt: skip
 _PREFILL_WORDS = 350
 
 

@@ -63,9 +63,9 @@ _RESPONSES = "/v1/responses"  # each replica has only its own
 _OF_ONE = ("/admin/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 # Headers for the front alone, or for one connection.
 _NOT_PASSED_ON = {
-    *(b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect"),
-    *(b"content-length", b"origin", b"x-request-id", b"forwarded"),
-}
+    b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect",
+    b"content-length", b"origin", b"x-request-id", b"forwarded",
+}  # fmt: skip
 _PREFIXES_NOT_PASSED_ON = (b"x-forwarded-", b"sec-fetch-")
 logger = logging.getLogger(__name__)
 

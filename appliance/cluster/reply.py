@@ -18,10 +18,10 @@ STREAMS = {one.wire.media_type for one in (OPENAI, *PROTOCOLS)}
 
 # Headers that the front's own server and door set, and those of one connection.
 _NOT_PASSED_ON = {
-    *(b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"),
-    *(b"x-request-id", b"request-id", b"content-length", b"x-engine-died"),
-    *(b"access-control-allow-origin", b"access-control-expose-headers"),
-}
+    b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server",
+    b"x-request-id", b"request-id", b"content-length", b"x-engine-died",
+    b"access-control-allow-origin", b"access-control-expose-headers",
+}  # fmt: skip
 
 
 class Reply:

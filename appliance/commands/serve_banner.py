@@ -210,9 +210,9 @@ def try_it(
         body["temperature"] = 0.7
     body |= asked
     words = [
-        *("curl", shlex.quote(f"{url}/{path}")),
+        "curl", shlex.quote(f"{url}/{path}"),
         *(["-H", '"Authorization: Bearer $APPLIANCE_API_KEY"'] if keyed else []),
-        *("-H", "'Content-Type: application/json'"),
-        *("-d", shlex.quote(json.dumps(body, ensure_ascii=False))),
-    ]
+        "-H", "'Content-Type: application/json'",
+        "-d", shlex.quote(json.dumps(body, ensure_ascii=False)),
+    ]  # fmt: skip
     return " ".join(words)

@@ -11,9 +11,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 # In the order of a reader's questions.
 NAMES = (
-    *("clients", "models", "sizing", "sleep", "dashboard", "quantize", "adapters"),
-    *(
-        "memory-and-cache",
+    "clients", "models", "sizing", "sleep", "dashboard", "quantize", "adapters",
+    "memory-and-cache",
         "ranks",
         "replicas",
         "cluster",
@@ -25,8 +24,7 @@ NAMES = (
         "architecture",
         "extending",
         "contributing",
-    ),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,10 @@ _POOLED = ("dense_2", "dense_3")  # linears that map a pooled vector
 # Roles of linears, each of which may have a bias, and of a bias that only chooses experts.
 _BIASED = frozenset(
     {
-        *(Role.QUERY, Role.KEY, Role.VALUE, Role.QKV, Role.OUTPUT, Role.INPUT, Role.FILTER),
-        *(Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN, Role.ROUTER),
+        Role.QUERY, Role.KEY, Role.VALUE, Role.QKV, Role.OUTPUT, Role.INPUT, Role.FILTER,
+        Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN, Role.ROUTER,
     }
-)
+)  # fmt: skip
 
 
 class GGUFReader(ABC):

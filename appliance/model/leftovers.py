@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # What the KV cache reads if it is FP8, and what follows from the settings.
 USED_ELSEWHERE = (
-    *(*KEY_SCALES, *VALUE_SCALES, ".kv_scale"),
-    *(".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq"),  # buffers of older checkpoints
-)
+    *KEY_SCALES, *VALUE_SCALES, ".kv_scale",
+    ".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq",  # buffers of older checkpoints
+)  # fmt: skip
 # Parameters of activations quantized by other engines, as compressed-tensors, vLLM, ModelOpt and
 # Quark call them.
 _OF_ACTIVATIONS = tuple(

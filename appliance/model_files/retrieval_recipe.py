@@ -60,10 +60,10 @@ _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
 # Values of model_type with bidirectional attention.
 ENCODERS = frozenset(
     {
-        *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert"),
-        *("jina_embeddings_v3", "gte", "new", "nomic_bert", "eurobert", "llama_bidirec"),
+        "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert",
+        "jina_embeddings_v3", "gte", "new", "nomic_bert", "eurobert", "llama_bidirec",
     }
-)
+)  # fmt: skip
 _TWO_WAY = (("is_causal", False), ("use_bidirectional_attention", True))
 # By the class that sentence-transformers applies; without a name it is Tanh.
 _ACTIVATIONS = {
@@ -78,10 +78,10 @@ _TANH = "torch.nn.modules.activation.Tanh"
 # Likewise values of general.architecture in GGUF files.
 GGUF_ENCODERS = frozenset(
     {
-        *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert"),
-        *("gemma-embedding", "llama-embed", "eurobert"),
+        "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert",
+        "gemma-embedding", "llama-embed", "eurobert",
     }
-)
+)  # fmt: skip
 _GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
 _GGUF_POOLING = {_GGUF_MEAN: Pooling.MEAN, _GGUF_CLS: Pooling.CLS, _GGUF_LAST: Pooling.LAST}
 

@@ -89,11 +89,11 @@ UNNAMED_SIGNS = r"[\p{P}\$\+<=>\^~\|]+"
 
 KNOWN_PATTERNS = frozenset(
     {
-        *(GPT2, LLAMA3, QWEN2, QWEN35, MINICPM5, JAIS2, SEED_CODER, EXAONE_MOE, GPT4O, TEKKEN),
-        *(YOUTU, KIMI, PHI4, BAILING, BLOOM, DEEPSEEK3, DEEPSEEK_LETTERS, DEEPSEEK_SIGNS),
-        *(DEEPSEEK_CHINESE, DEEPSEEK3_CHINESE, YOUTU_SCRIPTS, AFMOE_SCRIPTS, *CHAMELEON_IMAGES),
-        *(CHAMELEON_SPACE, CHAMELEON_SIGNS, TRIPLES, LINES, LAST_SPACE, DIGITS_FROM_RIGHT),
-        *(UNNAMED_SIGNS, r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r"\s?\p{L}+", r"\s?\p{P}+", r"\d"),
-        *(r"(?:\r?\n)+(?!\r?\n)", "[\r\n]", r"[\r\n]", "[0-9]", " {2,}", r"\s+", "\n", r"\n", " "),
+        GPT2, LLAMA3, QWEN2, QWEN35, MINICPM5, JAIS2, SEED_CODER, EXAONE_MOE, GPT4O, TEKKEN,
+        YOUTU, KIMI, PHI4, BAILING, BLOOM, DEEPSEEK3, DEEPSEEK_LETTERS, DEEPSEEK_SIGNS,
+        DEEPSEEK_CHINESE, DEEPSEEK3_CHINESE, YOUTU_SCRIPTS, AFMOE_SCRIPTS, *CHAMELEON_IMAGES,
+        CHAMELEON_SPACE, CHAMELEON_SIGNS, TRIPLES, LINES, LAST_SPACE, DIGITS_FROM_RIGHT,
+        UNNAMED_SIGNS, r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r"\s?\p{L}+", r"\s?\p{P}+", r"\d",
+        r"(?:\r?\n)+(?!\r?\n)", "[\r\n]", r"[\r\n]", "[0-9]", " {2,}", r"\s+", "\n", r"\n", " ",
     }
-)
+)  # fmt: skip

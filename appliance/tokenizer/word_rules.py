@@ -71,18 +71,18 @@ _TINY_AYA = _in_turn(known.DIGITS_FROM_RIGHT, known.GPT4O)
 # Names with the same rules. The converter prefers the first one.
 _RULES: dict[Sequence[str], WordRules] = {
     (
-        *("gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat"),
-        *("a.x-4.0", "mellum", "modern-bert", "exaone4", "jais", "trillion", "granite-docling"),
+        "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat",
+        "a.x-4.0", "mellum", "modern-bert", "exaone4", "jais", "trillion", "granite-docling",
     ): WordRules(_GPT2),
     ("jina-v1-en", "jina-v2-code", "roberta-bpe"): WordRules(_GPT2, add_sep=True),
     ("olmo", "mpt"): WordRules(_GPT2, normalizer=normalizers.NFC),  # GPT-NeoX's
     (
-        *("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        "smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2",
     ): WordRules(_SINGLE_DIGITS),
     ("command-r",): WordRules(_SINGLE_DIGITS, normalizer=normalizers.NFC),
     (
-        *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
-        *("lfm2", "jina-v5-nano"),
+        "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
+        "lfm2", "jina-v5-nano",
     ): WordRules(_in_turn(known.LLAMA3), ignore_merges=True, add_bos=True),
     ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): WordRules(_in_turn(known.LLAMA3)),
     ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"): WordRules(
@@ -132,7 +132,7 @@ _RULES: dict[Sequence[str], WordRules] = {
         add_bos=True,
     ),
     (UNNAMED,): WordRules(_in_turn(known.UNNAMED_SIGNS, known.GPT2, r"\p{N}+", known.TRIPLES)),
-}
+}  # fmt: skip
 
 WORD_RULES: dict[str, WordRules] = {
     name: rules for names, rules in _RULES.items() for name in names

@@ -26,9 +26,9 @@ METHOD, MODELOPT = "fp8", "modelopt"
 E4M3 = ("e4m3", "float8_e4m3fn", "e4m3fn", "float8_e4m3")  # names of one format
 MIXED, PER_TOKEN = "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"
 ALGORITHMS = (  # of ModelOpt; those with NVFP4 have its weights, whatever their inputs are
-    *("FP8", PER_TOKEN, "FP8_PB_WO"),
-    *("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
-)
+    "FP8", PER_TOKEN, "FP8_PB_WO",
+    "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8",
+)  # fmt: skip
 WEIGHT, BLOCK_SCALE, TENSOR_SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
 INPUT_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub")
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")

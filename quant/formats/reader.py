@@ -165,9 +165,9 @@ _ALIASES = {
 }
 # Endings of parts that no unquantized model has.
 _QUANTIZED_PARTS = (
-    *(".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_scale_2"),
-    *(".SCB", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
-)
+    ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_scale_2",
+    ".SCB", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
+)  # fmt: skip
 # Methods that people meet and that have no reader here, as their projects call them.
 _CALLED = {
     "mlx": "MLX",

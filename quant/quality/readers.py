@@ -42,23 +42,23 @@ class Form(Enum):
     ZERO_POINTS = ("4 or 8 bits with zero points, alike in all layers", True, True, "")
     SEVERAL = (
         "zero points in layers of several bits or group sizes",
-        *(False, True, "--symmetric, or a --group-size that divides every width"),
-    )
+        False, True, "--symmetric, or a --group-size that divides every width",
+    )  # fmt: skip
     EXPERTS = ("experts with zero points", False, False, "--symmetric")
     STACKED = (
         "experts that the model itself stores in one tensor",
-        *(False, False, "the 16-bit model"),
-    )
+        False, False, "the 16-bit model",
+    )  # fmt: skip
     UNLIKE = (
         "query, key and value, or gate and up, of different bits",
-        *(True, False, "a run without --mixed"),
-    )
+        True, False, "a run without --mixed",
+    )  # fmt: skip
     THREE_BITS = ("3 bits", True, False, "--bits 4")
     HEAD = ("a quantized head beside an embedding of its own", True, False, "--head 16")
     EMBEDDING = (
         "a quantized embedding, which is the head too if they are tied",
-        *(False, False, "--embedding 16 and --head 16"),
-    )
+        False, False, "--embedding 16 and --head 16",
+    )  # fmt: skip
 
     @property
     def words(self) -> str:

@@ -42,7 +42,8 @@ def test_a_model_has_its_own_settings_over_the_common_ones_and_flags_over_both(
     settings = load(tmp_path, max_num_seqs="4")
     small, coder = settings.served
     assert (small.name, small.engine.model, small.engine.max_model_len) == (
-        *("small", "org/small@v1"),
+        "small",
+        "org/small@v1",
         1024,
     )
     assert (coder.name, coder.engine.model, coder.engine.max_model_len) == ("coder", "coder", None)

@@ -30,8 +30,7 @@ by_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 # What texts of users and models consist of, marks of all forms included.
 PIECES = [
-    *(
-        "a",
+    "a",
         "é",
         "🎈",
         " ",
@@ -49,17 +48,14 @@ PIECES = [
         ";",
         "1",
         "null",
-    ),
-    *(
-        "<think>",
+    "<think>",
         "</think>",
         '{"name": "weather", ',
         '"arguments": {',
         '"city": "Oslo"}',
         "call:weather",
-    ),
     *(mark for form in FORMS for mark in form.marks),
-]
+]  # fmt: skip
 texts = st.lists(st.sampled_from(PIECES), max_size=24).map("".join)
 # A value between marks cannot hold these, nor begin or end with what separates it from them.
 words = st.text(st.characters(exclude_characters="<>[]|`｜", codec="utf-8"), max_size=12).map(

@@ -33,9 +33,9 @@ def server(
 ) -> Iterator[Server]:
     server = Server(
         tmp_path_factory.mktemp("ranks") / "log",
-        *(str(smollm2_gguf), "--served-model-name", "small", "--device", "cpu"),
-        *(request.param, "2", "--max-model-len", "1024", "--threads", "2"),
-    )
+        str(smollm2_gguf), "--served-model-name", "small", "--device", "cpu",
+        request.param, "2", "--max-model-len", "1024", "--threads", "2",
+    )  # fmt: skip
     yield server
     server.stop()
 

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.model
 def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(
         tmp_path_factory.mktemp("replicas") / "log",
-        *(str(smollm2_gguf), "--served-model-name", "small", "--device", "cpu"),
-        *("--replicas", "2", "--max-model-len", "1024", "--threads", "2", "--kv-disk", "off"),
-    )
+        str(smollm2_gguf), "--served-model-name", "small", "--device", "cpu",
+        "--replicas", "2", "--max-model-len", "1024", "--threads", "2", "--kv-disk", "off",
+    )  # fmt: skip
     yield server
     server.stop()
 

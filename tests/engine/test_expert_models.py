@@ -40,8 +40,18 @@ MODELS = EXPERTS | CENTERED | {"ministral3": ("ministral3", MINISTRAL3)}
 @pytest.fixture(
     scope="module",
     params=[
-        *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4", "ministral3", "deepseek_v3"),
-        *("mistral4", "opt", "opt-after", "falcon-new", "llama4", "step3p7"),
+        "qwen3_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "gemma4",
+        "ministral3",
+        "deepseek_v3",
+        "mistral4",
+        "opt",
+        "opt-after",
+        "falcon-new",
+        "llama4",
+        "step3p7",
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -59,9 +59,9 @@ BYTE_LEVEL = {
 EXTRA = {"chat_template": "{{ messages[0].content }}"}
 # Keys that files may have beside those of the bases.
 MORE = (
-    *("general.alignment", "general.type", "general.file_type", "split.count", "split.no"),
-    *("split.tensors.count", "adapter.lora.alpha", "general.sampling.temp", "xielu.eps"),
-    *("tokenizer.chat_templates", "tokenizer.chat_template.tool_use", "general.base_model.0.name"),
+    "general.alignment", "general.type", "general.file_type", "split.count", "split.no",
+    "split.tensors.count", "adapter.lora.alpha", "general.sampling.temp", "xielu.eps",
+    "tokenizer.chat_templates", "tokenizer.chat_template.tool_use", "general.base_model.0.name",
     *(f"tokenizer.ggml.{name}" for name in ("pre", "eot_token_id", "precompiled_charsmap")),
     *(f"tokenizer.ggml.{name}" for name in ("add_eos_token", "eog_token_ids", "suppress_tokens")),
     *(f"llama.{key}" for key in ("rope.scaling.type", "rope.scaling.factor", "expert_count")),
@@ -110,15 +110,15 @@ def array(kind: int, count: int, content: bytes = b"") -> bytes:
 
 
 ODD: list[Any] = [
-    *(0, 1, 2, 3, 7, -1, 2**31, 2**32 - 1, 2**63 - 1, True, False, 0.0, 0.5, -1.5, 1e30),
-    *(float("nan"), float("inf"), "", "none", "llama", "x" * 5000, "\x00", "{{ 1 / 0 }}", "{% for"),
-    *([], [0], [1, 2], [0.5] * 97, ["a"], ["a", "a"], [-1] * 97, [2**32 - 1] * 3, ["\ud7ff"] * 97),
+    0, 1, 2, 3, 7, -1, 2**31, 2**32 - 1, 2**63 - 1, True, False, 0.0, 0.5, -1.5, 1e30,
+    float("nan"), float("inf"), "", "none", "llama", "x" * 5000, "\x00", "{{ 1 / 0 }}", "{% for",
+    [], [0], [1, 2], [0.5] * 97, ["a"], ["a", "a"], [-1] * 97, [2**32 - 1] * 3, ["\ud7ff"] * 97,
     text(b"\xff\xfe"),
     array(9, 2, struct.pack("<IQI", 4, 1, 5) * 2),  # arrays of arrays
     array(4, 2**40),
     array(8, 2**31, struct.pack("<Q", 2**50)),
     struct.pack("<I", 77),  # a type that there is not
-]
+]  # fmt: skip
 
 
 @st.composite

@@ -332,11 +332,11 @@ def test_blocks_that_predict_further_tokens_are_left_out(
 CHANGES = int(os.environ.pop("APPLIANCE_TEST_CHANGES", "40"))
 SEED = os.environ.pop("APPLIANCE_TEST_CHANGES_SEED", "1")
 MORE = {
-    *("attention.key_length", "attention.sliding_window", "attention.scale", "logit_scale"),
-    *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
-    *("expert_count", "expert_used_count", "final_logit_softcapping", "vocab_size"),
-    *("nextn_predict_layers", "a_key_of_tomorrow"),
-}
+    "attention.key_length", "attention.sliding_window", "attention.scale", "logit_scale",
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+    "expert_count", "expert_used_count", "final_logit_softcapping", "vocab_size",
+    "nextn_predict_layers", "a_key_of_tomorrow",
+}  # fmt: skip
 # A changed size is refused by the tensor that does not have it, or by another that depends on it.
 ALSO = ("tensor ", "as the keys have", "rope_type")
 

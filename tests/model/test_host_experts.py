@@ -43,10 +43,10 @@ SIZES = {"head_dim": 16, "hidden_size": 64}
 FAMILIES = {
     name: (EXPERTS | RECURRENT)[name]
     for name in (
-        *("gpt_oss", "gemma4", "qwen2_moe", "glm4_moe", "qwen3_moe", "nemotron_h"),
+        "gpt_oss", "gemma4", "qwen2_moe", "glm4_moe", "qwen3_moe", "nemotron_h",
         "nemotron_h-latent",
     )
-}
+}  # fmt: skip
 
 
 def layers_with_experts(source: ModelSource) -> list[int]:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 HOUSE = f"{Path(appliance.__file__).parent}/"
 ROOMS = (
-    *("server/", "tokenizer/", "dialects/", "text.py"),
+    "server/", "tokenizer/", "dialects/", "text.py",
     "engine/process/client.py",
-)
+)  # fmt: skip
 BEGINNING = bytes((dis.opmap["RESUME"], 0))  # the instruction at a function's beginning
 # Not a stage of the request: its clean-up itself, and what the engine's reports call.
 ELSEWHERE = {"__exit__", "__aexit__", "forget", "data_received"}

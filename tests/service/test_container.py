@@ -11,9 +11,9 @@ import yaml  # type: ignore[import-untyped]
 from appliance.service.container import DOCKERFILE, container_files
 
 INSTRUCTIONS = {
-    *("FROM", "RUN", "COPY", "ARG", "USER", "ENV", "VOLUME", "EXPOSE", "STOPSIGNAL"),
-    *("HEALTHCHECK", "ENTRYPOINT"),
-}
+    "FROM", "RUN", "COPY", "ARG", "USER", "ENV", "VOLUME", "EXPOSE", "STOPSIGNAL",
+    "HEALTHCHECK", "ENTRYPOINT",
+}  # fmt: skip
 
 
 def service(tmp_path: Path, model: str = "") -> tuple[dict[str, object], dict[str, object]]:

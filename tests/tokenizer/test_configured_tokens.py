@@ -317,14 +317,14 @@ SEED = os.environ.pop("APPLIANCE_TEST_CHANGES_SEED", "1")
 # Of what batches of training look like, which transformers checks and no prompt depends on; a class
 # by no name is none.
 UNREAD = {
-    *("padding_side", "truncation_side", "model_max_length", "model_input_names"),
-    *("clean_up_tokenization_spaces", "tokenizer_class"),
-}
+    "padding_side", "truncation_side", "model_max_length", "model_input_names",
+    "clean_up_tokenization_spaces", "tokenizer_class",
+}  # fmt: skip
 SETTINGS = UNREAD | {
-    *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
-    *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "image_token"),
-    *("add_bos_token", "add_eos_token", "chat_template", "split_special_tokens"),
-}
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+    "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "image_token",
+    "add_bos_token", "add_eos_token", "chat_template", "split_special_tokens",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("Llama")])

@@ -114,9 +114,9 @@ def test_the_rules_of_merges_follow_the_model_without_a_configuration(tmp_path: 
 
 # Single bytes, then longer tokens in the order of their ranks.
 RANKED = [bytes([byte]) for byte in range(256)] + [
-    *(b"th", b" t", b"the", b" the", b"aa", b"aaa", b"aaaa", b"\xe4\xb8", "中".encode(), b"12"),
-    *(b"  ", b"    ", b"xaa", b"ab", b"aab", b"\n\n"),
-]
+    b"th", b" t", b"the", b" the", b"aa", b"aaa", b"aaaa", b"\xe4\xb8", "中".encode(), b"12",
+    b"  ", b"    ", b"xaa", b"ab", b"aab", b"\n\n",
+]  # fmt: skip
 TEXTS = [
     "".join(random.Random(seed).choices(["the", " the", "a", "aa", "ab", "xa", "中", "12", "123",
             "  ", "\n", "\n\n", "é", "🙂", "THE", "'s"], k=8))

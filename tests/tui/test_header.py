@@ -11,9 +11,9 @@ from tests.tui.piloting import LARGE, dashboard, screen_text, shown
 
 async def test_the_header_names_the_models_in_memory(event_server: EventServer) -> None:
     models = (
-        *(ModelView(name="a", state="ready"), ModelView(name="b", state="ready")),
+        ModelView(name="a", state="ready"), ModelView(name="b", state="ready"),
         ModelView(name="c", state="asleep"),
-    )
+    )  # fmt: skip
     info = msgspec.structs.replace(INFO, models=models)
     answer = Answer((info, snapshot([FREE] * 64), STATS))
     async with dashboard(event_server, LARGE, answer) as (app, pilot):

@@ -50,9 +50,9 @@ _MARK = 4  # focus mark and swatch
 _SHORT_REQUEST, _SHORT_KEY = 18, 12
 # Columns that narrow terminals drop, in this order.
 _DISPENSABLE = (
-    *(Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY),
-    *(Sort.SPEED, Sort.AGE, Sort.ADAPTER),
-)
+    Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY,
+    Sort.SPEED, Sort.AGE, Sort.ADAPTER,
+)  # fmt: skip
 
 
 def columns_for(width: int, *, adapted: bool = False) -> list[Column]:

@@ -50,14 +50,14 @@ _REFUSED = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _KNOWN = frozenset(
     {
-        *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern"),
-        *("alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "peft_type"),
-        *("base_model_name_or_path", "init_lora_weights", "task_type", "auto_mapping"),
-        *("revision", "inference_mode", "peft_version", "lora_dropout", "megatron_config"),
-        *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+        "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern",
+        "alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "peft_type",
+        "base_model_name_or_path", "init_lora_weights", "task_type", "auto_mapping",
+        "revision", "inference_mode", "peft_version", "lora_dropout", "megatron_config",
+        "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "qalora_group_size", "runtime_config", "ensure_weight_tying",
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

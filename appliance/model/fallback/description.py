@@ -41,15 +41,15 @@ _LAYER = re.compile(r"^(.*?\.)(\d+)\.")
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # What would let a checkpoint choose code, or what we read ourselves.
 _NOT_FOR_TRANSFORMERS = {
-    *("quantization_config", "auto_map", "attn_implementation", "experts_implementation"),
-}
+    "quantization_config", "auto_map", "attn_implementation", "experts_implementation",
+}  # fmt: skip
 _FLOAT = "__float__"
 # Of a class that runs by caches of its own: what names the longest context, and the context where
 # nothing does, as a state has no longest one.
 _CONTEXTS = (
-    *("max_position_embeddings", "model_max_length", "max_seq_len", "context_length"),
-    *("seq_length", "max_sequence_length", "n_positions", "n_ctx"),
-)
+    "max_position_embeddings", "model_max_length", "max_seq_len", "context_length",
+    "seq_length", "max_sequence_length", "n_positions", "n_ctx",
+)  # fmt: skip
 _UNNAMED_CONTEXT = 32768
 _CROSS_ATTENTION = {"encoder_attn", "cross_attn", "crossattention"}  # names of modules
 _OWN_ROPES = {"dynamic", "longrope"}  # whose angles depend on the longest sequence of a step

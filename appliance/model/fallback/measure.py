@@ -35,10 +35,10 @@ _ROWS = 5
 # attention's weights, or that say again what the rows' positions say.
 _READ = {"scaling", "sliding_window", "softcap", "s_aux"}
 _HARMLESS = {
-    *("dropout", "position_ids", "cache_position", "use_cache", "position_embeddings"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("logits_to_keep", "is_causal", "num_items_in_batch", "layer_idx"),
-}
+    "dropout", "position_ids", "cache_position", "use_cache", "position_embeddings",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "logits_to_keep", "is_causal", "num_items_in_batch", "layer_idx",
+}  # fmt: skip
 _FEW, _SOME = 8, 32
 # Beyond the usual windows, where the time suffices: classes that go row by row take longer.
 _LONGEST = 8192

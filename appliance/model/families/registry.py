@@ -123,7 +123,7 @@ _OF_LLAMA_CPP: dict[str, tuple[str, ...]] = {
     _STATES: ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
     "its layers have Mamba-1 states": ("plamo2",),
     "its linear attention is neither Gated DeltaNet nor Mamba-2": (
-        *("kimi-k3", "minimax-01", "bailingmoe3"),
+        "kimi-k3", "minimax-01", "bailingmoe3",
     ),
     _BIASED: ("jais", "refact"),
     _POSITIONS: ("dots3note",),
@@ -140,16 +140,16 @@ _OF_LLAMA_CPP: dict[str, tuple[str, ...]] = {
     "its positions have four parts (XD-RoPE)": ("hunyuan_vl",),
     "its latent attention has an MLP of its own kind": ("plm",),
     _UNKNOWN: (
-        *("codeshell", "deepseek", "deepseek2-ocr", "maincoder", "orion", "pangu-embedded"),
-        *("plamo", "plamo3", "talkie", "xverse"),
+        "codeshell", "deepseek", "deepseek2-ocr", "maincoder", "orion", "pangu-embedded",
+        "plamo", "plamo3", "talkie", "xverse",
     ),
-}
+}  # fmt: skip
 # Others: the reason, and what to do.
 _OTHERS: dict[str, tuple[str, ...]] = {
     "it only reads texts; `appliance serve` serves its embeddings, and nothing else can be done "
     "with it here": (
-        *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert"),
-        *("eurobert", "gemma-embedding", "llama-embed"),
+        "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v3", "modern-bert",
+        "eurobert", "gemma-embedding", "llama-embed",
     ),
     "it is an encoder whose scores have biases by distance (ALiBi), and its files are not read; "
     "use the folder of jina-embeddings-v2-base-en, or another encoder": ("jina-bert-v2",),
@@ -160,18 +160,18 @@ _OTHERS: dict[str, tuple[str, ...]] = {
     "it has an encoder beside its decoder; run the folder that it was made from with "
     "transformers": ("t5",),
     "it writes by diffusion, not in turn; run this file with llama-diffusion-cli of llama.cpp": (
-        *("llada", "llada-moe", "dream", "rnd1"),
+        "llada", "llada-moe", "dream", "rnd1",
     ),
     f"{_POSITIONS}; serve the folder that it was made from, for contexts of as many tokens as it "
     "chooses": ("deepseek32", "glm-dsa"),
     "it drafts tokens for another model and is none by itself; give that model's file": (
-        *("dflash", "eagle3", "gemma4-assistant"),
+        "dflash", "eagle3", "gemma4-assistant",
     ),
     "it makes sound or codes of sound, not text; run it with llama.cpp": (
-        *("pockettts", "qwen3tts", "wavtokenizer-dec"),
+        "pockettts", "qwen3tts", "wavtokenizer-dec",
     ),
     "its GGUF files are not read; serve the folder that it was made from": ("step35",),
-}
+}  # fmt: skip
 UNREAD_GGUF = (
     {
         label: f"{reason}; serve the folder that it was made from, which transformers' {name} runs"

@@ -83,8 +83,12 @@ def _without_draft_layers(config: ConfigReader, count: int) -> ConfigReader:
     given = config.value("num_nextn_predict_layers")
     further = (count + given,) if isinstance(given, int) else ()
     for key in (
-        *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
-        *("rope_theta", "partial_rotary_factors"),
+        "layer_types",
+        "mlp_layer_types",
+        "swiglu_limits",
+        "swiglu_limits_shared",
+        "rope_theta",
+        "partial_rotary_factors",
     ):
         value = config.value(key)
         if isinstance(value, list) and len(value) in (count, *further):

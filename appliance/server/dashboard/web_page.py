@@ -25,11 +25,11 @@ FILES: Final = {
     **{
         f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
         for name in (
-            *("page", "api", "blocks", "chat", "docs", "frames", "markdown", "markdown-it"),
+            "page", "api", "blocks", "chat", "docs", "frames", "markdown", "markdown-it",
             "status",
         )
     },
-}
+}  # fmt: skip
 # The pages of /docs, also public: Markdown for each topic, and their names.
 DOCUMENTS: Final = ("/docs/topics.txt", *(f"/docs/{name}.md" for name in NAMES))
 # What needs no key.

@@ -28,9 +28,9 @@ ENCRYPTED = "reasoning.encrypted_content"  # in `include`
 LOGPROBS = "message.output_text.logprobs"
 # Tools that coding agents offer to any model; the server omits them, as if never called.
 SKIPPED_TOOLS = {
-    *("image_generation", "tool_search", "web_search", "web_search_2025_08_26"),
-    *("web_search_preview", "web_search_preview_2025_03_11"),
-}
+    "image_generation", "tool_search", "web_search", "web_search_2025_08_26",
+    "web_search_preview", "web_search_preview_2025_03_11",
+}  # fmt: skip
 
 
 class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedWarningFilter(3600.0))
 
 _OUTPUTS = {
-    *("function_call_output", "custom_tool_call_output"),
-    *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
-}
+    "function_call_output", "custom_tool_call_output",
+    "local_shell_call_output", "shell_call_output", "apply_patch_call_output",
+}  # fmt: skip
 _decode = msgspec.json.Decoder(list[Item]).decode
 
 

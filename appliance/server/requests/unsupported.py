@@ -19,34 +19,34 @@ Table = dict[str, tuple[Any, ...] | str]
 # `max_tokens` in one and `max_output_tokens` in another.
 _SAME: dict[str, tuple[str, ...]] = {
     "limit": (
-        *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
-        *("num_predict", "n_predict"),
+        "max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens",
+        "num_predict", "n_predict",
     ),
     "stop": ("stop", "stop_sequences"),
     "format": (
-        *("response_format", "format", "text", "output_config", "output_format"),
-        *("structured_outputs", "json_schema", "grammar", "regex", "ebnf"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "response_format", "format", "text", "output_config", "output_format",
+        "structured_outputs", "json_schema", "grammar", "regex", "ebnf",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     ),
     "system": ("system", "instructions"),
     "conversation": ("messages", "input", "prompt"),
     "past": ("previous_response_id", "conversation"),
     "thinking": (
-        *("reasoning_effort", "reasoning", "thinking", "think", "enable_thinking"),
-        *("thinking_budget", "thinking_token_budget", "chat_template_kwargs"),
+        "reasoning_effort", "reasoning", "thinking", "think", "enable_thinking",
+        "thinking_budget", "thinking_token_budget", "chat_template_kwargs",
     ),
     "tools": ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"),
     "repetition": ("repetition_penalty", "repeat_penalty"),
     **{
         name: (name,)
         for name in (
-            *("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "logit_bias"),
-            *("presence_penalty", "frequency_penalty", "repeat_last_n", "logprobs"),
-            *("top_logprobs", "prompt_logprobs", "min_tokens", "ignore_eos", "stop_token_ids"),
-            *("use_beam_search", "echo", "suffix", "options"),
+            "temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "logit_bias",
+            "presence_penalty", "frequency_penalty", "repeat_last_n", "logprobs",
+            "top_logprobs", "prompt_logprobs", "min_tokens", "ignore_eos", "stop_token_ids",
+            "use_beam_search", "echo", "suffix", "options",
         )
     },
-}
+}  # fmt: skip
 # Values of another protocol's fields that ask for nothing, beside null and empty ones.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "repeat_penalty"), (1,)),
@@ -103,20 +103,20 @@ _ANYWHERE: Table = {
 }
 # Accepted without effect, as by other servers.
 HARMLESS = {
-    *("metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity"),
+    "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity",
     # llama.cpp's and Ollama's
-    *("cache_prompt", "id_slot", "n_keep", "timings_per_token", "num_ctx", "keep_alive"),
+    "cache_prompt", "id_slot", "n_keep", "timings_per_token", "num_ctx", "keep_alive",
     # of samplers that are off
-    *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base"),
-    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-}
+    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+}  # fmt: skip
 # Ollama's options that are of its machine or of its cache; goose sends them to its OpenAI routes.
 _OF_OLLAMA = {
-    *("num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "numa", "main_gpu", "low_vram"),
-    *("f16_kv", "use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only"),
+    "num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "numa", "main_gpu", "low_vram",
+    "f16_kv", "use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only",
     "penalize_newline",
-}
+}  # fmt: skip
 _CHAT: Table = _ANYWHERE | {
     "add_special_tokens": (None, False),
     "audio": NOTHING,

@@ -147,9 +147,9 @@ class Run:
 
     def _write(self, layer: int, key: Any, value: Any, slots: Any) -> None:
         self.library.section_write(
-            *(self.engine, self.attention, self.cache, layer),
-            *(_address(key), _address(value), slots.size, _address(slots)),
-        )
+            self.engine, self.attention, self.cache, layer,
+            _address(key), _address(value), slots.size, _address(slots),
+        )  # fmt: skip
 
     def write(self, call: int) -> None:
         """Write this step's keys and values into one of the layers."""
@@ -158,9 +158,9 @@ class Run:
     def attend(self, call: int) -> None:
         """Attend in one of the layers."""
         status = self.library.section_attend(
-            *(self.engine, self.attention, self.cache, call % self.num_layers),
-            *(self.batch, _address(self.query), _address(self.out)),
-        )
+            self.engine, self.attention, self.cache, call % self.num_layers,
+            self.batch, _address(self.query), _address(self.out),
+        )  # fmt: skip
         assert status == Status.OK
 
     @property

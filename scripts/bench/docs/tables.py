@@ -51,9 +51,9 @@ def peers() -> str:
     """Compare the servers."""
     result = read("cpu/peers_smollm2.json")
     head = [
-        *("server", "tokens/s, 1 client", "8 clients", "16 clients", "prefill of 512, tokens/s"),
-        *("first token at 16, p50 / p99 ms", "start, s", "memory idle / loaded, MB"),
-    ]
+        "server", "tokens/s, 1 client", "8 clients", "16 clients", "prefill of 512, tokens/s",
+        "first token at 16, p50 / p99 ms", "start, s", "memory idle / loaded, MB",
+    ]  # fmt: skip
     rows = []
     for server in result["servers"]:
         sweep = {one["concurrency"]: one for one in server["sweep"]}
@@ -113,9 +113,9 @@ def published_schemas() -> str:
     result = read("published_schemas.json")
     found = {name: Counter(one) for name, one in result["categories"].items()}
     head = [
-        *("category", "schemas", "compile here", "Guidance", "llama.cpp", "examples"),
-        *("right ones refused", "because objects are closed", "wrong ones let through"),
-    ]
+        "category", "schemas", "compile here", "Guidance", "llama.cpp", "examples",
+        "right ones refused", "because objects are closed", "wrong ones let through",
+    ]  # fmt: skip
     rest = sum((one for name, one in found.items() if name not in COVERAGE), Counter[str]())
     lines = [(name, found[name], *coverage) for name, coverage in COVERAGE.items()]
     lines.append(("others of MaskBench", rest, "", ""))
@@ -124,11 +124,11 @@ def published_schemas() -> str:
             name,
             f"{one['schemas']:,}",
             f"{one['compiled'] / one['schemas']:.2f}",
-            *(guidance, llama, f"{one['examples']:,}"),
-            *(str(one["refused"]), str(one["closed"]), str(one["let_through"])),
+            guidance, llama, f"{one['examples']:,}",
+            str(one["refused"]), str(one["closed"]), str(one["let_through"]),
         ]
         for name, one, guidance, llama in lines
-    ]
+    ]  # fmt: skip
     times = " and ".join(
         f"{result[kind]['p50']:,} us ({words}, {result[kind]['p99']:,} at p99)"
         for kind, words in (("mask_us", "a mask"), ("compile_us", "a schema"))
@@ -215,9 +215,9 @@ HELD_TYPES = ("smollm2", "1b", "1b_more", "avx2_smollm2", "few_layers")
 def held_types() -> str:
     """Compare GGUF types held as they are with their files, with float32, and with llama.cpp."""
     head = [
-        *("weights", "file, MB", "held over file", "mean KLD to float32"),
-        *("1 stream, tokens/s (of the memory's rate)", "8 streams", "prefill", "over llama.cpp"),
-    ]
+        "weights", "file, MB", "held over file", "mean KLD to float32",
+        "1 stream, tokens/s (of the memory's rate)", "8 streams", "prefill", "over llama.cpp",
+    ]  # fmt: skip
     rows, origins, is_timed = [], [], False
     for name in HELD_TYPES:
         if not (RESULTS / f"cpu/held_types_{name}.json").exists():
@@ -250,8 +250,8 @@ def held_row(row: dict[str, Any], layers: int | None) -> list[str]:
         f"{row['file_bytes'] / 1e6:,.0f}",
         f"{row['held_bytes'] / row['file_bytes']:.3f}",
         f"{row['closeness']['kld_mean']:.4f}",
-        *(*rates_in_words, " / ".join(f"{each['median']:.1f}x" for each in ratios.values())),
-    ]
+        *rates_in_words, " / ".join(f"{each['median']:.1f}x" for each in ratios.values()),
+    ]  # fmt: skip
 
 
 MAKERS = {

@@ -96,9 +96,9 @@ TOKEN = 7  # of all answers
 TOKENS = (1, MOST_ROWS)  # most of a step, without drafts and with some
 PARTS = ("plan", "stage", "launch", "sample", "read", "commit", "report", "other")
 ENQUEUED = (
-    *("copies to the device", "copies to the host", "replays", "kernels", "operators"),
-    *("views", "events"),
-)
+    "copies to the device", "copies to the host", "replays", "kernels", "operators",
+    "views", "events",
+)  # fmt: skip
 SAMPLING_KERNELS = 5  # of one call
 GOALS_MS = {
     (16, "greedy"): 0.5,

@@ -64,10 +64,10 @@ ROOT = Path(__file__).resolve().parents[3]
 MAX_PROMPT = 1200  # tokens
 CALLS = ("search_documents", "read_calendar", "send_message")
 WORDS = [
-    *("the", "a", "of", "and", "to", "in", "that", "it", "was", "he"),
-    *("for", "on", "are", "with", "as", "his", "they", "at", "be", "this"),
-    *("from", "have", "or", "by", "one", "had"),
-]
+    "the", "a", "of", "and", "to", "in", "that", "it", "was", "he",
+    "for", "on", "are", "with", "as", "his", "they", "at", "be", "this",
+    "from", "have", "or", "by", "one", "had",
+]  # fmt: skip
 
 
 class Turn(NamedTuple):

@@ -72,12 +72,12 @@ READING = Grammar.json_schema(
             "unit_system": {"const": "metric"},
         },
         "required": [
-            *("station_identifier", "temperature_celsius", "relative_humidity_percent"),
-            *("is_raining", "wind_direction", "unit_system"),
+            "station_identifier", "temperature_celsius", "relative_humidity_percent",
+            "is_raining", "wind_direction", "unit_system",
         ],
         "additionalProperties": False,
     }
-)
+)  # fmt: skip
 EXAMPLE = (
     '[{"name": "Alice Johnson", "summary": "A teacher from Paris who likes long walks, good '
     'books and \\"old\\" films.", "age": 42, "hobbies": ["chess", "rowing", "mountains"],'

@@ -18,10 +18,10 @@ STEPS = {
     Amount.TINY: ((2, 40),),
     Amount.FIRST: ((16, 8192), (64, 8192), (1, 8192), (64, 1024), (1, 32768)),
     Amount.FULL: (
-        *((16, 8192), (64, 8192), (1, 8192), (64, 1024), (1, 32768)),
-        *((1, 1024), (16, 1024), (4, 32768)),
+        (16, 8192), (64, 8192), (1, 8192), (64, 1024), (1, 32768),
+        (1, 1024), (16, 1024), (4, 32768),
     ),
-}
+}  # fmt: skip
 VERIFIED = 4  # rows of a sequence, as a draft of three tokens has them
 FLEX_STEPS = {Amount.TINY: 1, Amount.FIRST: 2, Amount.FULL: 8}  # each is compiled for half a minute
 VERIFY_FORMATS = (KVFormat.BF16, KVFormat.INT8)

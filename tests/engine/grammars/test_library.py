@@ -71,12 +71,12 @@ def test_both_ways_are_the_same_token_by_token(grammar: Grammar, forces: bool) -
             assert (masks[0] == masks[1]).all()
             seen = [
                 (
-                    *(state.is_error(), state.get_error(), state.is_accepting()),
-                    *(state.is_stopped(), state.compute_ff_tokens()),
+                    state.is_error(), state.get_error(), state.is_accepting(),
+                    state.is_stopped(), state.compute_ff_tokens(),
                     state.validate_tokens([FIRST_BYTE, FIRST_BYTE]),
                 )
                 for state in states
-            ]
+            ]  # fmt: skip
             assert seen[0] == seen[1]
             token_id = int(random.choice(allowed(masks[0])))
             assert [state.consume_token(token_id) for state in states] == [True, True]

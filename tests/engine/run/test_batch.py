@@ -22,11 +22,11 @@ from appliance.kernels.rows.state_spans import StateSpans
 from appliance.kernels.sampling import batched
 
 LARGEST = StepShape(
-    *(64, 24, 16, 8, True, True),
+    64, 24, 16, 8, True, True,
     num_tiles=24,
     num_spans=16,
     num_chunks=16,
-)
+)  # fmt: skip
 
 
 def sequence(tokens: list[int], table: list[int], slot: int) -> Sequence:

@@ -46,12 +46,12 @@ def check() -> Path:
         build.build(folder / "libsections.so", flags)
     subprocess.run(
         [
-            *(COMPILER, "-O0", "-std=gnu11", "-Wall", "-Werror", "-DAP_ARM"),
-            *(f"-I{build.SOURCES}", str(HERE / "arm_check.c"), str(folder / "libsections.so")),
-            *("-Wl,-rpath,$ORIGIN", "-lm", "-pthread", "-o", str(program)),
+            COMPILER, "-O0", "-std=gnu11", "-Wall", "-Werror", "-DAP_ARM",
+            f"-I{build.SOURCES}", str(HERE / "arm_check.c"), str(folder / "libsections.so"),
+            "-Wl,-rpath,$ORIGIN", "-lm", "-pthread", "-o", str(program),
         ],
         check=True,
-    )
+    )  # fmt: skip
     made_of.write_text(now)
     return program
 

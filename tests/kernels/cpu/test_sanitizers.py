@@ -30,8 +30,8 @@ FILES = sorted(path for path in HERE.glob("test_*.py") if path.name not in OTHER
 CASES = 3
 FLAGS = (
     "-fsanitize=address,undefined,float-cast-overflow",
-    *("-fno-sanitize-recover=all", "-g1", "-O1", "-DAP_CHECKED"),
-)
+    "-fno-sanitize-recover=all", "-g1", "-O1", "-DAP_CHECKED",
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,

@@ -139,9 +139,12 @@ def test_a_hybrid_model_says_what_it_says_on_the_reference(family: str, tmp_path
 @pytest.mark.parametrize(
     ("form", "gated"),
     [
-        *(("int4", True), ("int4", False), ("int4 in act order", True)),
+        ("int4", True),
+        ("int4", False),
+        ("int4 in act order", True),
         ("int4 in unlike orders", True),
-        *(("fp8 rows", True), ("fp8 blocks", True)),
+        ("fp8 rows", True),
+        ("fp8 blocks", True),
     ],
 )
 def test_packed_experts_are_stacked_from_their_parts(form: str, gated: bool) -> None:

@@ -272,7 +272,7 @@ def test_layers_of_unlike_heads_that_share_keys_run_in_graphs(tmp_path: Path) ->
     expected, found = (
         run(
             engine_of(
-                *(tmp_path, backend),
+                tmp_path, backend,
                 asynchronous=backend is not REFERENCE,
                 dtype=torch.float16,
                 kv_format=KVFormat.INT8,
@@ -280,7 +280,7 @@ def test_layers_of_unlike_heads_that_share_keys_run_in_graphs(tmp_path: Path) ->
             *requests,
         )
         for backend in (REFERENCE, select_backend(torch.device("cuda")))
-    )
+    )  # fmt: skip
     assert len(set(expected["one", 0])) > 1, "it says something"
     assert found == expected
 

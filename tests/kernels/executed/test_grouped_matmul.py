@@ -171,7 +171,13 @@ def test_blocks_have_room_for_the_worst_choice() -> None:
         taken = sum(-(-count // tile.block_m) for count in counts[:8])
         assert taken <= most_blocks(sum(counts[:8]), 8, tile.block_m)
     assert [choose_tile(count * 10, 10) for count in (1, 8, 9, 16, 17, 33, 500)] == [
-        *(TILES[0], TILES[0], TILES[1], TILES[1], TILES[2], TILES[3], TILES[3])
+        TILES[0],
+        TILES[0],
+        TILES[1],
+        TILES[1],
+        TILES[2],
+        TILES[3],
+        TILES[3],
     ]
 
 
@@ -180,10 +186,16 @@ def test_blocks_have_room_for_the_worst_choice() -> None:
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
-        *(("int4 g32 additive", BF16), ("int4 g32 symmetric", FP16), ("int4 g32 zero", BF16)),
-        *(("int8 g32 additive", FP16), ("int8 g32 symmetric", BF16)),
-        *(("fp4 g32", BF16), ("fp4 g16", FP16), ("fp8 rows", BF16)),
-        *(("dense", BF16), ("dense", FP32)),
+        ("int4 g32 additive", BF16),
+        ("int4 g32 symmetric", FP16),
+        ("int4 g32 zero", BF16),
+        ("int8 g32 additive", FP16),
+        ("int8 g32 symmetric", BF16),
+        ("fp4 g32", BF16),
+        ("fp4 g16", FP16),
+        ("fp8 rows", BF16),
+        ("dense", BF16),
+        ("dense", FP32),
     ],
 )
 def test_experts_of_every_form(form: str, dtype: torch.dtype, num_tokens: int) -> None:

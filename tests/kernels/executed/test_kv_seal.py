@@ -53,9 +53,12 @@ def test_a_channel_that_lies_off_costs_the_others_nothing() -> None:
 @pytest.mark.parametrize(
     ("heads", "window", "dtype"),
     [
-        *(((8, 2, 64), None, torch.bfloat16), ((8, 2, 64), 50, torch.float32)),
-        *(((2, 2, 80), None, torch.float32), ((2, 2, 80), 50, torch.bfloat16)),
-        *(((3, 1, 128), None, torch.bfloat16), ((3, 1, 128), 50, torch.float32)),
+        ((8, 2, 64), None, torch.bfloat16),
+        ((8, 2, 64), 50, torch.float32),
+        ((2, 2, 80), None, torch.float32),
+        ((2, 2, 80), 50, torch.bfloat16),
+        ((3, 1, 128), None, torch.bfloat16),
+        ((3, 1, 128), 50, torch.float32),
         ((8, 1, 512), None, torch.bfloat16),
     ],
 )

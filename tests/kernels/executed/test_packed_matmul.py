@@ -70,10 +70,18 @@ def _counters_stay_zero() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("rows", "group_size", "bits", "symmetric"),
     [
-        *((1, 32, 4, True), (1, 64, 8, False), (1, 128, 4, False)),
-        *((16, 32, 8, False), (16, 64, 4, True), (16, 128, 8, True)),
-        *((17, 32, 4, False), (17, 64, 8, True), (17, 128, 4, True)),
-        *((64, 32, 8, True), (64, 64, 4, False), (64, 128, 8, False)),
+        (1, 32, 4, True),
+        (1, 64, 8, False),
+        (1, 128, 4, False),
+        (16, 32, 8, False),
+        (16, 64, 4, True),
+        (16, 128, 8, True),
+        (17, 32, 4, False),
+        (17, 64, 8, True),
+        (17, 128, 4, True),
+        (64, 32, 8, True),
+        (64, 64, 4, False),
+        (64, 128, 8, False),
     ],
 )
 def test_every_code_and_group(bits: int, group_size: int, symmetric: bool, rows: int) -> None:
@@ -93,9 +101,12 @@ def test_every_code_and_group(bits: int, group_size: int, symmetric: bool, rows:
 @pytest.mark.parametrize(
     ("rows", "form", "dtype"),
     [
-        *((1, torch.float8_e8m0fnu, BF16), (1, torch.float8_e4m3fn, FP16)),
-        *((16, torch.float8_e8m0fnu, FP16), (16, torch.float8_e4m3fn, BF16)),
-        *((20, torch.float8_e8m0fnu, BF16), (70, torch.float8_e4m3fn, BF16)),
+        (1, torch.float8_e8m0fnu, BF16),
+        (1, torch.float8_e4m3fn, FP16),
+        (16, torch.float8_e8m0fnu, FP16),
+        (16, torch.float8_e4m3fn, BF16),
+        (20, torch.float8_e8m0fnu, BF16),
+        (70, torch.float8_e4m3fn, BF16),
     ],
 )
 @pytest.mark.parametrize("in_features", [256, 96])

@@ -149,8 +149,12 @@ def test_chunk_lengths_around_tiles(make_case: MakeCase) -> None:
 @pytest.mark.parametrize(
     ("window", "kv_format"),
     [
-        *((1, KVFormat.FP16), (15, KVFormat.INT4), (32, KVFormat.FP16)),
-        *((32, KVFormat.INT4), (129, KVFormat.INT4), (1000, KVFormat.FP16)),
+        (1, KVFormat.FP16),
+        (15, KVFormat.INT4),
+        (32, KVFormat.FP16),
+        (32, KVFormat.INT4),
+        (129, KVFormat.INT4),
+        (1000, KVFormat.FP16),
     ],
 )
 def test_windows(make_case: MakeCase, window: int, kv_format: KVFormat) -> None:

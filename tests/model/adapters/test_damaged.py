@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 SEEDS = range(40)
 JUNK: list[Any] = [
-    *(None, True, -1, 0, 1.5, 2**40, 1e400, float("nan"), "", "x", "\0" * 9, "(" * 99, "(a+)+$"),
-    *([], [None], [1], ["q_proj"], {}, {"x": 1}, {"q_proj": -3}, {"(": 2}, [["q_proj"]]),
-]
+    None, True, -1, 0, 1.5, 2**40, 1e400, float("nan"), "", "x", "\0" * 9, "(" * 99, "(a+)+$",
+    [], [None], [1], ["q_proj"], {}, {"x": 1}, {"q_proj": -3}, {"(": 2}, [["q_proj"]],
+]  # fmt: skip
 
 
 @pytest.fixture

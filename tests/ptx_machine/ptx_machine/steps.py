@@ -22,9 +22,9 @@ Mask = NDArray[np.bool_]
 Step = Callable[["Machine", Mask], None]
 
 _NOTHING = (
-    *("bar.warp.sync", "fence.", "membar", "wgmma.fence", "wgmma.commit"),
-    *("prefetch.", "griddepcontrol.launch_dependents"),
-)
+    "bar.warp.sync", "fence.", "membar", "wgmma.fence", "wgmma.commit",
+    "prefetch.", "griddepcontrol.launch_dependents",
+)  # fmt: skip
 
 _STEPS = {**MEMORY_STEPS, **WARP_STEPS, **TENSOR_STEPS}  # by how an opcode begins
 _HEADS = {prefix.partition(".")[0] for prefix in _STEPS}

@@ -61,7 +61,9 @@ def test_a_calibrated_run_reads_all_types_and_writes_a_file(tmp_path: Path) -> N
     )
     report = quantize_model(base, tmp_path / "out", chosen)
     assert {t.tensor_type.name for t in gguf.GGUFReader(report.out).tensors} == {
-        *("Q4_K", "Q6_K", "F32"),
+        "Q4_K",
+        "Q6_K",
+        "F32",
     }
     assert 0 < max(report.losses.values()) < 0.1
 

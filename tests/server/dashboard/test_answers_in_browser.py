@@ -41,9 +41,9 @@ FOUND = """() => {
     };
 }"""
 TAGS = {
-    *("p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "hr", "br", "em", "strong", "s"),
-    *("a", "code", "pre", "div", "span", "button", "table", "thead", "tbody", "tr", "th", "td"),
-}
+    "p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "hr", "br", "em", "strong", "s",
+    "a", "code", "pre", "div", "span", "button", "table", "thead", "tbody", "tr", "th", "td",
+}  # fmt: skip
 ATTRIBUTES = {"dir", "class", "href", "title", "target", "rel", "start", "tabindex", "type"}
 
 HOSTILE = [

@@ -46,10 +46,10 @@ async def dashboard(*arguments: str, key: str) -> AsyncIterator[tuple[str, int]]
     environment = {name: value for name, value in os.environ.items() if "APPLIANCE_" not in name}
     environment["APPLIANCE_API_KEY"] = key
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "appliance", "top", "--web", "--web-port", "0", *arguments),
+        sys.executable, "-m", "appliance", "top", "--web", "--web-port", "0", *arguments,
         env=environment,
         stderr=asyncio.subprocess.PIPE,
-    )
+    )  # fmt: skip
     assert process.stderr is not None
     try:
         async with asyncio.timeout(LIMIT):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 NUMBERS = (
-    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "length_penalty", "timeout"),
-)
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "length_penalty", "timeout",
+)  # fmt: skip
 WHOLE = ("max_tokens", "min_tokens", "n", "best_of", "top_k", "seed", "priority")
 FLAGS = ("stream", "ignore_eos", "use_beam_search")
 WRONG: dict[tuple[str, ...], tuple[Any, ...]] = {
@@ -61,7 +61,7 @@ def test_so_many_bad_inputs_are_in_the_tables() -> None:
     rows = {repr(row) for row in ROWS}
     assert len(rows) == len(ROWS), "none stands there twice"
     tables: tuple[list[Any], ...] = (
-        *(BAD_BODIES, CHAT_FIELDS, PROMPTS),
-        *(WRONG_CHOICES, BAD_FORMS, ROWS, BAD_TEXTS),
-    )
+        BAD_BODIES, CHAT_FIELDS, PROMPTS,
+        WRONG_CHOICES, BAD_FORMS, ROWS, BAD_TEXTS,
+    )  # fmt: skip
     assert sum(map(len, tables)) >= 400

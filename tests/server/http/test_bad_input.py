@@ -231,7 +231,10 @@ async def test_min_tokens_above_max_tokens_on_every_route(serve: Serve) -> None:
 async def test_echo_with_logprobs_scores_and_no_more(serve: Serve) -> None:
     async with serve() as running:
         for field, value in (
-            *(("max_tokens", 2), ("n", 2), ("best_of", 2), ("stream", True)),
+            ("max_tokens", 2),
+            ("n", 2),
+            ("best_of", 2),
+            ("stream", True),
             ("use_beam_search", True),
         ):
             asked = {"echo": True, "logprobs": 1, "max_tokens": 1} | {field: value}

@@ -31,19 +31,19 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # They ask for nothing that shows in an answer: accounts, caches, storage, hardware.
 HARMLESS = {
-    *("metadata", "user", "store", "service_tier", "safety_identifier", "moderation", "speed"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),
-    *("truncation", "max_tool_calls", "include", "stream_options", "stream", "model", "verbosity"),
-    *("cache_control", "diagnostics", "inference_geo", "user_profile_id", "workspace_id"),
-    *("keep_alive", "access_programs", "background", "background_options", "context_management"),
-    *("num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "main_gpu", "f16_kv"),
-    *("low_vram", "logits_all", "use_mlock", "use_mmap", "vocab_only", "embedding_only"),
-    *("penalize_newline", "mirostat_eta", "mirostat_tau", "text", "prompt"),
+    "metadata", "user", "store", "service_tier", "safety_identifier", "moderation", "speed",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction",
+    "truncation", "max_tool_calls", "include", "stream_options", "stream", "model", "verbosity",
+    "cache_control", "diagnostics", "inference_geo", "user_profile_id", "workspace_id",
+    "keep_alive", "access_programs", "background", "background_options", "context_management",
+    "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "main_gpu", "f16_kv",
+    "low_vram", "logits_all", "use_mlock", "use_mmap", "vocab_only", "embedding_only",
+    "penalize_newline", "mirostat_eta", "mirostat_tau", "text", "prompt",
     # of other kinds of model
-    *("audio", "modalities", "image", "images", "height", "width", "steps", "web_search_options"),
+    "audio", "modalities", "image", "images", "height", "width", "steps", "web_search_options",
     # of tools that run at the maker's
-    *("container", "mcp_servers", "raw", "template", "context", "typical_p", "tfs_z", "mirostat"),
-}
+    "container", "mcp_servers", "raw", "template", "context", "typical_p", "tfs_z", "mirostat",
+}  # fmt: skip
 LIMITS = {"max_tokens", "max_output_tokens", "max_completion_tokens"}
 VALUES: dict[str, Any] = {
     "stop": ["x"], "stop_sequences": ["x"], "format": "json", "options": {"temperature": 0.5},
@@ -93,15 +93,15 @@ async def test_no_field_of_another_protocol_is_lost(serve: Serve) -> None:
     more = {
         "/v1/chat/completions": {
             "repeat_last_n",
-            *("top_k", "min_p", "best_of", "repeat_penalty", "think", "reasoning", "thinking"),
+            "top_k", "min_p", "best_of", "repeat_penalty", "think", "reasoning", "thinking",
         },
         "/v1/completions": {
             "repeat_last_n",
-            *("top_k", "min_p", "repeat_penalty", "response_format"),
-            *("reasoning_effort", "think", "reasoning", "thinking"),
+            "top_k", "min_p", "repeat_penalty", "response_format",
+            "reasoning_effort", "think", "reasoning", "thinking",
         },
         **dict.fromkeys(("/api/chat", "/api/generate"), fields["options"] | LIMITS),
-    }
+    }  # fmt: skip
     more["/api/chat"] = more["/api/chat"] | {"tool_choice"}
     asked, wrong = 0, []
     async with serve() as running:

@@ -37,9 +37,9 @@ CALLS += [
 # Answers that another client could get, too.
 CALLS += [replace(call, again=True) for call in CALLS if "stream" in (call.body or {})][:2]
 GENERATES = {
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-    *("/api/chat", "/api/generate"),
-}
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/api/chat", "/api/generate",
+}  # fmt: skip
 READS = {"/v1/embeddings", "/api/embed", "/api/embeddings", "/rerank", "/score"}
 
 

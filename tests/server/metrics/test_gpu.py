@@ -218,9 +218,9 @@ def test_what_one_driver_does_not_tell_hides_nothing_else(
 
 def test_reasons_and_kinds_are_what_the_library_calls_them() -> None:
     names = (
-        *("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown"),
+        "SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown",
         "HwPowerBrakeSlowdown",
-    )
+    )  # fmt: skip
     bits = [getattr(pynvml, f"nvmlClocksEventReason{name}") for name in names]
     assert [bit for bit, _ in REASONS] == bits
     assert (pynvml.NVML_TEMPERATURE_GPU, pynvml.NVML_CLOCK_SM) == (0, 1)

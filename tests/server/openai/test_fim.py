@@ -50,7 +50,13 @@ async def test_the_model_reads_both_sides_and_stops_at_its_own_ends(
             answer = await running.complete(prompts, suffix="cd", max_tokens=7, logprobs=0)
             choices = answer.json()["choices"]
             assert choices[0]["logprobs"]["tokens"] == [
-                *("<fim_prefix>", "a", "b", "<fim_suffix>", "c", "d", "<fim_middle>")
+                "<fim_prefix>",
+                "a",
+                "b",
+                "<fim_suffix>",
+                "c",
+                "d",
+                "<fim_middle>",
             ]
             assert choices[0]["text"] == "abcd"
         assert choices[1]["text"] == "xcd"

@@ -37,8 +37,8 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
     "/v1/embeddings": COMMON
     | {
         "input": (
-            *(None, 5, {}, [], "", [""], [[]], [97, "a"], ["a", [97]], [-1], [272], [[1], [10**9]]),
-            *([1.5], [True], "x" * 600, ["a", "x" * 600], ["a"] * 2049),
+            None, 5, {}, [], "", [""], [[]], [97, "a"], ["a", [97]], [-1], [272], [[1], [10**9]],
+            [1.5], [True], "x" * 600, ["a", "x" * 600], ["a"] * 2049,
         ),
         "encoding_format": ("hex", 5, "FLOAT", []),
         "dimensions": (0, -1, 9, 2**40, "8", 1.5, True),
@@ -52,8 +52,8 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
     | {
         "query": (None, 5, [], ["a"], {"text": "a"}, "", "x" * 600),
         "documents": (
-            *(None, "a", 5, [], {}, [5], [None], [{}], [{"text": 5}], [{"image": "x"}], ["a", ""]),
-            *(["x" * 600], ["a"] * 2049),
+            None, "a", 5, [], {}, [5], [None], [{}], [{"text": 5}], [{"image": "x"}], ["a", ""],
+            ["x" * 600], ["a"] * 2049,
         ),
         "top_n": (-1, "1", 1.5, True),
         "return_documents": ("yes", 1),
@@ -87,7 +87,7 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "prompt_logprobs": (-1, 21, "1", 1.5, True, []),
     },
     "/v1/chat/completions": {"prompt_logprobs": (-1, 21, "1", 1.5, True, [])},
-}
+}  # fmt: skip
 # The field to blame where it is another one than the one that is wrong.
 BLAMED = {
     ("/v1/rerank", "query"): "documents",  # its length, and what it comes to

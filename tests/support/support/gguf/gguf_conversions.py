@@ -91,9 +91,9 @@ _SETTINGS = {
 }
 _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SHARED = (
-    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "shared_expert_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size",
-)
+)  # fmt: skip
 
 
 def gguf_settings(whole: Any) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 PRODUCTS = (
-    *("mm", "mm.out", "bmm", "bmm.out", "dot", "mv"),
-    *("addmm", "addmm.out", "addmm_", "addmv", "addmv.out", "addmv_"),
-    *("baddbmm", "baddbmm.out", "baddbmm_"),
+    "mm", "mm.out", "bmm", "bmm.out", "dot", "mv",
+    "addmm", "addmm.out", "addmm_", "addmv", "addmv.out", "addmv_",
+    "baddbmm", "baddbmm.out", "baddbmm_",
     "_scaled_dot_product_flash_attention_for_cpu",
-)
+)  # fmt: skip
 CACHE_LINE = 64  # bytes; within it kernels mind where an operand begins
 ONE_IN = 64  # results of 16 bits that are rounded another way: far more than in truth
 PATTERN = 1 << 16  # elements before the unlike bits repeat

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 # Read in training alone, or by what generates.
 HARMLESS = {
-    *("attention_dropout", "bos_token_id", "chunk_size", "classifier_dropout", "embd_pdrop"),
-    *("eos_token_id", "hidden_dropout", "init_std", "initializer_range", "mamba_chunk_size"),
-    *("num_logits_to_keep", "output_router_logits", "pad_token_id", "pretraining_tp"),
-    *("rescale_prenorm_residual", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise"),
-    *("use_cache", "use_mamba_kernels", "z_loss_coefficient", "dropout", "layerdrop"),
-}
+    "attention_dropout", "bos_token_id", "chunk_size", "classifier_dropout", "embd_pdrop",
+    "eos_token_id", "hidden_dropout", "init_std", "initializer_range", "mamba_chunk_size",
+    "num_logits_to_keep", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "rescale_prenorm_residual", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+    "use_cache", "use_mamba_kernels", "z_loss_coefficient", "dropout", "layerdrop",
+}  # fmt: skip
 # Settings that contradict others when they change: a refusal names the others.
 OPPOSED = {
     "enable_moe_block": ["use_double_wide_mlp"],

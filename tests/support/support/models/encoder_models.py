@@ -62,7 +62,7 @@ _WIDE = {**_DECODER, "head_dim": 32}
 _WINDOW = {"sliding_window": 9, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
 DECODERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "embeddinggemma": (
-        *("Gemma3Text", "Gemma3TextModel"),
+        "Gemma3Text", "Gemma3TextModel",
         {
             **_WIDE,
             **_WINDOW,
@@ -74,7 +74,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     ),
     "qwen2-two-way": ("Qwen2", "Qwen2Model", {**_DECODER, "is_causal": False}, 300),
     "qwen2-two-way-windows": (
-        *("Qwen2", "Qwen2Model"),
+        "Qwen2", "Qwen2Model",
         {**_DECODER, **_WINDOW, "use_sliding_window": True, "is_causal": False},
         300,
     ),
@@ -84,23 +84,23 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "mistral-base": ("Mistral", "MistralModel", {**_DECODER, "sliding_window": 9}, 600),
     "eurobert": ("EuroBert", "EuroBertModel", {**_DECODER, "mask_token_id": 3}, 60),
     "eurobert-words": ("EuroBert", "EuroBertForMaskedLM", {**_DECODER, "mask_token_id": 3}, 60),
-}
+}  # fmt: skip
 # Decoders whose head of one label judges texts, all by their last token: kind, class, settings.
 JUDGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", "Qwen3ForSequenceClassification", _WIDE),
     "qwen2-no-padding": (
-        *("Qwen2", "Qwen2ForSequenceClassification"),
+        "Qwen2", "Qwen2ForSequenceClassification",
         {**_DECODER, "pad_token_id": None},
     ),
     "llama": ("Llama", "LlamaForSequenceClassification", _DECODER),
     "mistral": ("Mistral", "MistralForSequenceClassification", {**_DECODER, "sliding_window": 3}),
     "gemma": ("Gemma", "GemmaForSequenceClassification", _WIDE),
     "gemma2-capped": (
-        *("Gemma2", "Gemma2ForSequenceClassification"),
+        "Gemma2", "Gemma2ForSequenceClassification",
         {**_WIDE, "attn_logit_softcapping": 0.5},
     ),
     "phi": ("Phi", "PhiForSequenceClassification", _DECODER),
-}
+}  # fmt: skip
 
 
 @dataclass

@@ -165,9 +165,9 @@ MAKERS: dict[str, Maker] = {
         },
         _fused("transformer.encoder.layers.{}.self_attention.query_key_value"),
         (
-            *("num_hidden_layers", "vocab_size", "intermediate_size", "head_dim", "rms_norm_eps"),
-            *("max_position_embeddings", "num_key_value_heads", "attention_bias", "hidden_act"),
-            *("rope_parameters", "partial_rotary_factor"),
+            "num_hidden_layers", "vocab_size", "intermediate_size", "head_dim", "rms_norm_eps",
+            "max_position_embeddings", "num_key_value_heads", "attention_bias", "hidden_act",
+            "rope_parameters", "partial_rotary_factor",
         ),
         ("transformer.rotary_pos_emb.inv_freq",),
     ),
@@ -202,11 +202,11 @@ MAKERS: dict[str, Maker] = {
         _AS_MINICPM | {"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
         _MINICPM | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
         unnamed=(
-            *(*_OF_GRANITE, "attention_multiplier", "tie_word_embeddings", "rms_norm_eps"),
-            *("hidden_act", "attention_bias", "rope_parameters", "mlp_bias"),
+            *_OF_GRANITE, "attention_multiplier", "tie_word_embeddings", "rms_norm_eps",
+            "hidden_act", "attention_bias", "rope_parameters", "mlp_bias",
         ),
     ),
-}
+}  # fmt: skip
 
 
 MAKERS |= {

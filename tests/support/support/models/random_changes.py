@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from support.models.changed_settings import Oracle
 
 ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31, 2**32 - 1, 2**40, 10**30, -(2**40)),
-    *(0.0, -0.5, 0.25, 1.0, 1.5, 1e-30, 1e30, 1e308, math.nan, math.inf, -math.inf),
-    *("", "x", "16", "true", "null", "silu", "relu", "yarn", "full_attention", "float16"),
-    *([], [0], [1, 2], [0.5] * 3, ["x"], [None], [[]], {}, {"x": 1}, {"rope_type": "linear"}),
-)
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31, 2**32 - 1, 2**40, 10**30, -(2**40),
+    0.0, -0.5, 0.25, 1.0, 1.5, 1e-30, 1e30, 1e308, math.nan, math.inf, -math.inf,
+    "", "x", "16", "true", "null", "silu", "relu", "yarn", "full_attention", "float16",
+    [], [0], [1, 2], [0.5] * 3, ["x"], [None], [[]], {}, {"x": 1}, {"rope_type": "linear"},
+)  # fmt: skip
 # Said of the file, or read elsewhere: what they are does not reach the arithmetic.
 _OF_THE_FILE = frozenset({"dtype", "torch_dtype", "transformers_version", "return_dict"})
 # Of latent attention, whose heads have widths and a number of their own: makers' code passes over

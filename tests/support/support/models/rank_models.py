@@ -52,12 +52,12 @@ MODELS = {
         30,
         (16, 8),
         ExpertsSpec(
-            *(768, Activation.GELU_TANH, Router(128, 8)),
+            768, Activation.GELU_TANH, Router(128, 8),
             shared=MLPSpec(2304, Activation.GELU_TANH),
             own_norms=True,
         ),
     ),
-}
+}  # fmt: skip
 
 
 def shards_of(spec: DecoderSpec, split: Split) -> tuple[Shard, ...]:

@@ -123,8 +123,8 @@ RECURRENT |= {
         "nemotron_h",
         {
             "layers_block_type": [
-                *("linear_attention", "moe", "linear_attention"),
-                *("full_attention", "mlp", "linear_attention", "mlp"),
+                "linear_attention", "moe", "linear_attention",
+                "full_attention", "mlp", "linear_attention", "mlp",
             ],
             "mamba_num_heads": 4,
             "mamba_head_dim": 48,
@@ -161,7 +161,7 @@ RECURRENT |= {
         },
     ),
     "bamba": ("bamba", MAMBA2 | {"attn_layer_indices": [1], "num_attention_heads": 4}),
-}
+}  # fmt: skip
 SIZES = {"head_dim": 16, "hidden_size": 64}
 
 

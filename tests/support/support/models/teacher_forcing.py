@@ -73,10 +73,10 @@ def _run(
     for length in steps:
         end = start + length
         batch = one_sequence(
-            *(table, start, end, decoder.device),
+            table, start, end, decoder.device,
             sealed=sealed,
             state_slot=0 if decoder.spec.state_bytes else None,
-        )
+        )  # fmt: skip
         if adapters is not None:
             batch = with_adapters(batch, [0] * batch.num_seqs, adapters)
         yield decoder.forward(

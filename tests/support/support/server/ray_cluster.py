@@ -59,14 +59,14 @@ class RayCluster:
         with self._log.open("w") as stream:
             self._ray = psutil.Popen(
                 [
-                    *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
-                    *("--port", self.address.partition(":")[2], "--num-cpus", "3"),
-                    *("--include-dashboard", "false", "--temp-dir", str(folder)),
+                    str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
+                    "--port", self.address.partition(":")[2], "--num-cpus", "3",
+                    "--include-dashboard", "false", "--temp-dir", str(folder),
                 ],
                 stdout=stream,
                 stderr=stream,
                 env=self._environment,
-            )
+            )  # fmt: skip
         while self._ray.poll() is None:
             if "--block" in self._log.read_text():
                 return True

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[\w.:*/|^$()\\+-]{1,80}")
 _NOT_SETTINGS = {
-    *("_name_or_path", "name_or_path", "transformers_version", "id2label", "label2id", "auto_map"),
-    *("_attn_implementation", "attn_implementation", "_flash_attn_2_enabled"),
-    *("producer", "task_specific_params", "custom_pipelines", "_commit_hash", "config_groups"),
+    "_name_or_path", "name_or_path", "transformers_version", "id2label", "label2id", "auto_map",
+    "_attn_implementation", "attn_implementation", "_flash_attn_2_enabled",
+    "producer", "task_specific_params", "custom_pipelines", "_commit_hash", "config_groups",
     # Of transformers' generation, which once stood in every section.
-    *("add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward"),
-    *("cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample"),
-    *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
-    *("finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "length_penalty"),
-    *("max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams"),
-    *("num_return_sequences", "output_attentions", "output_hidden_states", "output_scores"),
-    *("prefix", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty"),
-    *("return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature"),
-    *("tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript"),
-    *("typical_p", "use_bfloat16"),
-}
+    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "length_penalty",
+    "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "prefix", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty",
+    "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript",
+    "typical_p", "use_bfloat16",
+}  # fmt: skip
 _LAYER = re.compile(r"layers?\.(\d+)(?=\.|\*|$)")
 _EXPERT = re.compile(r"experts\.(\d+)(?=\.|$)")
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 OF_TEXTS = ("generation_config.json", "tokenizer_config.json")
 _FILES = (
-    *("config.json", *OF_TEXTS, "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json"),
-)
+    "config.json", *OF_TEXTS, "added_tokens.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _ENDS = ("end", "eot", "eos", "eom", "im_end", "turn", "return", "call", "user", "observation")
 _VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}

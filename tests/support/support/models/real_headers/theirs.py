@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 2**26
 _NOT_THEIRS = (
-    *("quantization_config", "compression_config", "auto_map"),
-    *("_attn_implementation", "attn_implementation", "_flash_attn_2_enabled"),
-)
+    "quantization_config", "compression_config", "auto_map",
+    "_attn_implementation", "attn_implementation", "_flash_attn_2_enabled",
+)  # fmt: skip
 
 # Of models whose parts are models: section, class and prefix of the one that gives text.
 _TEXT_PARTS = {

@@ -17,11 +17,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 # No number between 256 and 272: those tokens tell an echo to misbehave.
 JUNK: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 1.5, -0.5, 1e308, 2**31, 2**63, -(2**70)),
-    *("", "x", "auto", "none", "\0", "é🎈" * 40, "x" * 2000, "((a+)+)+$"),
-    *([], [1, 1], [[]], [None], ["x"] * 70, [USER] * 40, [{}]),
-    *({}, {"type": "x"}, {"type": "json_schema"}, {"type": "function"}, {"regex": "("}),
-]
+    None, True, False, 0, 1, -1, 2, 1.5, -0.5, 1e308, 2**31, 2**63, -(2**70),
+    "", "x", "auto", "none", "\0", "é🎈" * 40, "x" * 2000, "((a+)+)+$",
+    [], [1, 1], [[]], [None], ["x"] * 70, [USER] * 40, [{}],
+    {}, {"type": "x"}, {"type": "json_schema"}, {"type": "function"}, {"regex": "("},
+]  # fmt: skip
 
 
 def nested(depth: int) -> Any:

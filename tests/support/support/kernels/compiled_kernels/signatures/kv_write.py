@@ -26,9 +26,9 @@ class KVWriteShape:
 MODULE, FUNCTION = "appliance.kernels.kv_write.kernel", "kv_write_kernel"
 STRIDES = frozenset({"query_stride", "key_stride", "value_stride"})
 OPTIONAL = {
-    *("output_ptr", "query_ptr", "cos_ptr", "sin_ptr", "halves_ptr", "head_scales_ptr"),
-    *("query_norm_ptr", "key_norm_ptr", "key_mean_ptr"),
-}
+    "output_ptr", "query_ptr", "cos_ptr", "sin_ptr", "halves_ptr", "head_scales_ptr",
+    "query_norm_ptr", "key_norm_ptr", "key_mean_ptr",
+}  # fmt: skip
 LATENT = 512, 64  # elements, and of the rotary part beside them
 SHAPES = (
     KVWriteShape("llama_8b", 8, 128, 32, 128),

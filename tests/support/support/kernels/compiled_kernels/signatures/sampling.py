@@ -67,12 +67,12 @@ _ARGUMENTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "choose": (
         (
-            *("logits_ptr", *_ROW, "places_ptr", "min_p_ptr", "uniform_ptr", "masses_ptr"),
-            *("totals_ptr", "values_ptr", "ids_ptr", "tokens_ptr", "stride"),
+            "logits_ptr", *_ROW, "places_ptr", "min_p_ptr", "uniform_ptr", "masses_ptr",
+            "totals_ptr", "values_ptr", "ids_ptr", "tokens_ptr", "stride",
         ),
         ("VOCAB", "NUM_CHUNKS", "CHUNK", "CHUNKS", "CANDIDATES", "BLOCK"),
     ),
-}
+}  # fmt: skip
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
