@@ -1,4 +1,4 @@
-"""A tokenizer whose token n < 256 is byte n, so that texts of an echo can be foretold."""
+"""A tokenizer whose token n < 256 is byte n, so that tests can predict an echo's text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-# From token 256 on; the spare ones are what makes an echo misbehave, see echo_worker.py.
+# Tokens from 256 on; the spare ones make an echo misbehave, see echo_worker.py.
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>", *(f"<spare{n}>" for n in range(259, 272))]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -20,11 +20,11 @@ TEMPLATE = (
 def save_byte_tokenizer(
     folder: Path, template: str = TEMPLATE, *, special: Sequence[str] = ()
 ) -> None:
-    """Write its files.
+    """Write the tokenizer's files.
 
     Args:
-        folder: that exists.
-        template: of chats.
+        folder: an existing one.
+        template: the chat template.
         special: control tokens beside those of `SPECIAL`.
     """
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

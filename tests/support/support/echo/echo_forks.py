@@ -1,8 +1,8 @@
 """Engines that repeat their prompt, forked from one process that has imported them once.
 
-Each is a process of its own, which the starter waits for and signals as one that it executed; only
-the interpreter's start and the imports, nine tenths of such an engine's work, are left out. That
-the program starts by itself as well is in tests/engine/process and tests/server/test_serve.py.
+Each engine is a process of its own: the starter waits for it and signals it as if it had executed
+it. A fork skips only the interpreter's start and the imports, nine tenths of such an engine's work.
+tests/engine/process and tests/server/test_serve.py start the program itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, NoReturn
 from support.echo import echo_worker
 
 PR_SET_CHILD_SUBREAPER = 36
-LONGEST = 1 << 20  # bytes of an order
+LONGEST = 1 << 20  # bytes of a message to the forking process
 ADOPTION_SECONDS = 60.0
 
 
 class ForkedProcess:
-    """What the supervisor uses of `subprocess.Popen`, for a child that was adopted."""
+    """The part of `subprocess.Popen` that the supervisor uses, for an adopted child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -62,7 +62,7 @@ class ForkedProcess:
 
 
 class Forks:
-    """Stands for the module `subprocess` where engines are started."""
+    """Replaces the module `subprocess` where engines are started."""
 
     DEVNULL = subprocess.DEVNULL
 
@@ -95,7 +95,7 @@ def echo_forks(program: Sequence[str]) -> Iterator[Forks]:
     """Start the process to fork from.
 
     Args:
-        program: the command of an engine, whose further words and descriptors a fork is given.
+        program: an engine's command; each fork gets its own further arguments and descriptors.
     """
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -107,13 +107,13 @@ def echo_forks(program: Sequence[str]) -> Iterator[Forks]:
 
 
 def set_adopting(on: bool) -> None:
-    """Let a descendant whose parent ends become a child of this process, or not."""
+    """Adopt the orphaned descendants of this process as its children, or stop doing so."""
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0
 
 
 def serve_forks(orders: socket.socket) -> None:
     gc.collect()
-    gc.freeze()  # or a collection would copy what all of them share
+    gc.freeze()  # else a garbage collection would copy the pages that all forks share
     while True:
         order, given, _, _ = socket.recv_fds(orders, LONGEST, 8)
         if not order:
@@ -130,14 +130,14 @@ def serve_forks(orders: socket.socket) -> None:
             os.write(tell, str(engine).encode())
             os._exit(0)
         os.close(tell)
-        os.waitpid(between, 0)  # now it has been adopted
+        os.waitpid(between, 0)  # the child has been adopted by now
         orders.send(os.read(told, 64))
         for descriptor in (told, *given):
             os.close(descriptor)
 
 
 def become(given: list[int], words: list[str], meant: list[int], env: dict[str, str]) -> NoReturn:
-    """Be an engine that was started with these words, descriptors and environment."""
+    """Become an engine that was started with these arguments, descriptors and environment."""
     names = dict(zip(map(str, meant), map(str, given), strict=False))
     os.setsid()
     os.dup2(given[-1], 2)

@@ -18,7 +18,7 @@ def reported(token: int, logprob: float, count: int) -> TokenLogprobs:
 
 
 def pooled(request: Request) -> bytes | None:
-    """How often each of the first tokens is in the prompt, and its length; labels likewise."""
+    """How often the prompt contains each of the first tokens, and its length; labels likewise."""
     if request.pooling is None:
         return None
     prompt = request.prompt_token_ids

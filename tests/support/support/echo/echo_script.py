@@ -1,7 +1,7 @@
-"""What an echo says instead: a model of tests that knows its lines.
+"""Scripted answers of an echo engine, for tests that need a model to say something.
 
-It is a file of JSON, a list of rules. The first rule whose texts are all in a prompt, and none of
-those it must lack, gives the answer:
+A script is a JSON file with a list of rules. The first rule whose `contains` are all in the prompt,
+and whose `lacks` are not, gives the answer:
 
     [{"contains": ["Mend the file"], "lacks": ["mended"], "says": "<tool_call>..."}]
 """
@@ -14,14 +14,14 @@ import msgspec
 
 
 class Rule(msgspec.Struct, forbid_unknown_fields=True):
-    """When to say something."""
+    """An answer, and the prompts that get it."""
 
     says: str
     contains: list[str] = []
     lacks: list[str] = []
 
     def fits(self, prompt: str) -> bool:
-        """Whether it is for a prompt."""
+        """Whether the rule applies to a prompt."""
         return all(text in prompt for text in self.contains) and not any(
             text in prompt for text in self.lacks
         )
@@ -31,7 +31,7 @@ class Script:
     """Rules for a tokenizer whose token n < 256 is byte n.
 
     Args:
-        path: of the file; None knows no lines.
+        path: of the file; None: a script without rules.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -39,7 +39,7 @@ class Script:
         self._rules = msgspec.json.decode(content, type=list[Rule])
 
     def tokens(self, prompt: tuple[int, ...], end: int) -> tuple[int, ...]:
-        """What is to be said after a prompt, the end included; the prompt itself, if no rule fits.
+        """The answer to a prompt, its end included; the prompt itself if no rule fits.
 
         Args:
             prompt: token ids.

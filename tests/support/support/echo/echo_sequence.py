@@ -1,4 +1,4 @@
-"""One choice of a request to the echo: how far it is, and what is told of it."""
+"""One choice of a request to the echo: its progress, and the delta of each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EchoSequence:
     def delta(
         self, run: tuple[int, ...], reason: FinishReason | None, error: str | None = None
     ) -> SequenceDelta:
-        """What a step has added."""
+        """The tokens and the report that a step has added."""
         logprobs = None
         count = self.request.sampling.logprobs
         if run and count is not None:  # later choices are likelier

@@ -1,11 +1,11 @@
-"""Chat templates in front of the engine that repeats its prompt.
+"""Chat templates for the engine that repeats its prompt.
 
-What is to be repeated comes first, up to a token that ends an answer.
+The text to repeat comes first, up to a token that ends an answer.
 """
 
 # ruff: noqa: E501 - texts as templates have them
 
-# Knows thoughts, calls and tools; "@" in a text becomes a control token.
+# Supports thoughts, calls and tools; "@" in a text becomes a control token.
 TOOLS = (
     "{% for m in messages %}{% if m.reasoning_content is defined %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content | replace('@', '<spare259>') }}{% for c in m.tool_calls or [] %}"

@@ -1,12 +1,16 @@
 """An engine that repeats its prompt, run in place of the real one: same interface, no torch.
 
-Started as a program, by tests and by benchmarks of the API process alone. Its knobs, such as
-"step_seconds=0.01", the time from step to step, are the first argument if that is no flag, else
-`EngineConfig.model`. With "holds_at=9" no sequence gets beyond 9 tokens, its prompt's among them,
-before it is ended from outside or the file of "until=PATH" exists: what a test does meanwhile comes
-in time on any machine; "holds_behind=x" holds answers that end with that text. With "script=PATH"
-it says what stands there, see `echo_script`. With "tokens_per_step=4" a step adds so many tokens,
-as one that verifies drafts does.
+Tests, and benchmarks of the API process alone, start it as a program. Its knobs are the first
+argument if that is no flag, else `EngineConfig.model`:
+
+- "step_seconds=0.01": the time from step to step
+- "holds_at=9": no sequence gets beyond 9 tokens, its prompt's among them, until it is ended from
+  outside or the file of "until=PATH" exists, so that what a test does meanwhile is in time on any
+  machine
+- "holds_behind=x": holds answers that end with that text
+- "script=PATH": answers by the rules of that file, see `echo_script`
+- "tokens_per_step=4": a step adds so many tokens, as one that verifies drafts does
+
 Prompts that contain one of the trigger tokens make it misbehave.
 """
 
@@ -57,7 +61,7 @@ REFUSE = 265  # submit raises RequestError
 BREAK = 266  # submit raises something else
 HANG = 267  # the step never ends
 FAIL = 268  # the request ends with an error delta
-BUSY = 269  # the step computes for `busy_seconds`, and says so on the way if `advances=1`
+BUSY = 269  # the step computes for `busy_seconds`, and reports progress meanwhile if `advances=1`
 TRIGGERS = {DIE, REFUSE, BREAK, HANG, FAIL, BUSY}
 
 given_knobs: str | None = None
@@ -79,7 +83,7 @@ class EchoEngine:
         self.step_seconds = float(
             knobs.get("step_seconds", "0.002" if "holds_at" in knobs else "0")
         )
-        self.next_step = 0.0  # when it begins
+        self.next_step = 0.0  # when the step begins
         script = knobs.get("script")
         self.script = Script(None if script is None else Path(script))
         self.busy_seconds = float(knobs.get("busy_seconds", "1000"))
@@ -158,7 +162,7 @@ class EchoEngine:
             self.slots.append(sequence.slot)
 
     def step(self) -> StepReport:
-        # By select: libfaketime, of the soak, breaks sleeps until a monotonic time.
+        # Uses select: the soak's libfaketime breaks sleeps until a monotonic time.
         select.select([], [], [], max(0.0, self.next_step - time.monotonic()))
         self.next_step = time.monotonic() + self.step_seconds
         self.steps += 1

@@ -1,4 +1,4 @@
-"""What clients of `/v1/responses` ask an echoing engine, and the events that they get."""
+"""Requests to `/v1/responses` of an echoing engine, and the events of its answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 async def events_of(running: Running, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream: each named, numbered and as the client's own types have it."""
+    """The events of a stream: each named, numbered and valid by the client's own types."""
     response = await running.http.post("/v1/responses", json={"stream": True, **body})
     assert response.status_code == 200, response.text
     events = []

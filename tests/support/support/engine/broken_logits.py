@@ -1,4 +1,4 @@
-"""An engine whose model now and then gives one sequence logits that are no numbers."""
+"""An engine whose model now and then gives one sequence logits that are NaN."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BrokenExecutor:
 def break_logits(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, breaks: Callable[[int, int], bool]
 ) -> None:
-    """Until the test is over; `breaks` gets the call's number, from 1, and how many rows it has."""
+    """Break logits until the test ends; `breaks` gets the call's number, from 1, and its rows."""
     runner: Any = engine.runner
     broken = BrokenExecutor(runner.executor, breaks)
     for owner in (runner, runner.graphed):

@@ -1,4 +1,4 @@
-"""Requests of every kind, and the answers of an engine to them, with drafts or without."""
+"""Requests of every kind, and an engine's answers to them, with drafts or without."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def load(folder: Path, device: Device | None = None, **options: Any) -> LLMEngin
 def run(engine: LLMEngine, requests: list[Request]) -> tuple[Answers, int]:
     """Everything that clients are told of each answer, and the pieces it came in.
 
-    Pieces hang on accepted drafts alone; steps also on when a grammar is ready.
+    The pieces depend on accepted drafts alone; the steps also on when a grammar is ready.
     """
     found: Answers = {}
     pieces = 0

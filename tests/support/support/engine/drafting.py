@@ -1,4 +1,4 @@
-"""Engines that verify drafts whatever these cost, however fast the machine is."""
+"""Engines that verify drafts whatever these cost, on machines of any speed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FixedCosts(RowCosts):
 
 
 def draft_always(engine: LLMEngine) -> None:
-    """Make rows and drafts cost next to nothing, so that whatever is proposed is verified.
+    """Make rows and drafts cost next to nothing, so that all proposed drafts are verified.
 
-    Nor do prompts depend on how long steps take.
+    Prompts do not depend on how long steps take, either.
     """
     engine.clock = lambda: 0.0
     speculator = engine.scheduler.speculator

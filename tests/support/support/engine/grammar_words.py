@@ -9,7 +9,7 @@ from appliance.engine.nouns.messages import Vocabulary
 SIZE = 512
 EOS = 2
 FIRST_BYTE = 3
-CALL = 259  # stands for "<call>", which is in no text
+CALL = 259  # stands for "<call>", which no text contains
 _WORDS = ['{"', '":', '": ', '", "', '"}', "[", "[]", "{}", "true", "false", "null", "\n", "  "]
 
 

@@ -1,4 +1,4 @@
-"""Sampling as it is meant, one sequence after another: what the engine's must equal."""
+"""Plain sampling, one sequence after another: the engine's sampler must equal it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Beam search as it is written down, over whole lists of tokens: the answers that an engine owes.
+"""Beam search by its definition, over whole lists of tokens: the answers that an engine owes.
 
-Shares no code with the engine's search. The model that it asks is the virtual one.
+Shares no code with the engine's search. Its model is the virtual one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Scored = tuple[float, tuple[int, ...], int]  # score, answer, content of the las
 def best_answers(
     request: Request, longest: int, cuts: list[list[Found]] | None = None
 ) -> list[Found]:
-    """What a beam search finds, best first.
+    """The answers of a beam search, best first.
 
     Args:
-        request: what is searched for.
-        longest: tokens of an answer.
-        cuts: gets what is found if time is over after one token, after two, and so on.
+        request: the search.
+        longest: most tokens of an answer.
+        cuts: gets the answers if the time is over after one token, after two, and so on.
     """
     sampling, width = request.sampling, request.sampling.num_sequences
     finished: list[tuple[float, Found]] = []
@@ -66,7 +66,7 @@ def _best(finished: list[tuple[float, Found]], width: int) -> list[tuple[float, 
 def _is_over(
     request: Request, beams: list[Scored], finished: list[tuple[float, Found]], longest: int
 ) -> bool:
-    """Whether no beam can add to what is finished."""
+    """Whether no beam can improve on the finished answers."""
     sampling = request.sampling
     if not beams:
         return True

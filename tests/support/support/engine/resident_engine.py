@@ -1,7 +1,7 @@
-"""An engine in a process of its own, under a load that takes all that was planned with.
+"""An engine in a process of its own, under a load that uses all the memory of its plan.
 
-`python resident_engine.py MODEL SETTINGS` writes a line of JSON: the parts of the plan, and what
-the process has of memory when it is loaded, with a full KV cache, and after steps of all kinds.
+`python resident_engine.py MODEL SETTINGS` prints a line of JSON: the parts of the plan, and the
+process's resident memory after loading, with a full KV cache, and after steps of all kinds.
 SETTINGS is JSON too. With --idle there are no steps.
 """
 
@@ -30,7 +30,7 @@ def ask(engine: LLMEngine, count: int, length: int, sampling: SamplingParams) ->
 
 
 def fill(engine: LLMEngine) -> None:
-    """Have every block of the cache written to, as after hours of prompts."""
+    """Write to every block of the cache, as hours of prompts would."""
     cache: Any = engine.runner.cache  # type: ignore[attr-defined]
     for block in range(cache.num_blocks):
         cache.write_block(block, bytes(cache.block_bytes))

@@ -1,7 +1,7 @@
 """GGUF files of small encoders, as llama.cpp's converter writes them, under gguf's own names.
 
-Settings and transforms are those of conversion/bert.py and conversion/gemma.py: positions without
-the rows of padding, no pooler, Gemma's norms with 1 added.
+Settings and transforms are those of conversion/bert.py and conversion/gemma.py: no padding rows in
+the positions, no pooler, 1 added to Gemma's norms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_encoder_gguf(
     packed: Callable[[str, Any], Any] = lambda name, data: None,
     **changes: Any,
 ) -> Path:
-    """Write the model of a folder to `m.gguf` in it; `changes` are of settings."""
+    """Write a folder's model to `m.gguf` in it; `changes` replace settings."""
     config = read_json(folder / "config.json")
     kind, label = config["model_type"], _LABELS[config["model_type"]]
     settings: dict[str, Any] = {
@@ -108,6 +108,6 @@ def _tensor(
 
 
 def q8_0(name: str, data: Any) -> gguf.GGMLQuantizationType | None:
-    """Matrices at 8 bits, as `--outtype q8_0` has them."""
+    """Matrices in 8 bits, as `--outtype q8_0` stores them."""
     wide = data.ndim == 2 and not data.shape[1] % 32 and name != "token_types.weight"
     return gguf.GGMLQuantizationType.Q8_0 if wide else None

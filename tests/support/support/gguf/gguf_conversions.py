@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of a checkpoint: settings, names and transforms by family."""
+"""Settings, names and transforms that llama.cpp's converter gives a checkpoint, by family."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
     "glm": "chatglm",
     "glm4": "glm4",
-    "glm4_moe": "bailingmoe2",  # but for fused heads, the same tensors
+    "glm4_moe": "bailingmoe2",  # the same tensors, but for fused heads
     "cohere": "command-r",
     "cohere2": "cohere2",
     "olmo2": "olmo2",
@@ -61,7 +61,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(config: Any) -> str:
-    """The label of a model's file; Granite 4 without recurrent layers has its predecessors'."""
+    """The architecture of a model's file; Granite 4 without recurrent layers keeps Granite 3's."""
     kind = config.model_type
     if kind == "granitemoehybrid" and set(config.layer_types) <= {"full_attention", "attention"}:
         return "granitemoe" if config.num_local_experts else "granite"
@@ -300,7 +300,7 @@ def _ernie4_5_moe(config: Any, found: dict[str, Any]) -> dict[str, Any]:
         "expert_count": config.moe_num_experts,
         "expert_used_count": config.moe_k,
         "expert_shared_count": config.moe_num_shared_experts,
-        # What its converter writes, which is not the width.
+        # The converter's value, which is not the width.
         "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
         "leading_dense_block_count": config.moe_layer_start_index,
         "interleave_moe_layer_step": config.moe_layer_interval,
@@ -348,7 +348,7 @@ _OF_FAMILY = {
     "exaone4": _slides,
     "minimax_m2": _minimax_m2,
 }
-# Their heads are stored as pairs in a file, though not in a folder.
+# A file stores their heads as pairs, though a folder does not.
 _PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama", "arcee", "mixtral")
 # Some converters write gate and up of all experts in one tensor.
 _MERGED = ("gemma4_text", "mistral4")
@@ -373,7 +373,7 @@ def gguf_tensors(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """What becomes of a tensor: names that gguf's tables know, or those of a file."""
+    """The tensors that one becomes, under names that gguf's tables know or those of a file."""
     kind, number = config.model_type, [*name.split("."), "", ""][2]
     layer, of_experts, part = name.partition(".experts.")
     is_granite = kind.startswith("granite")
@@ -411,7 +411,7 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
 
 
 def _apart(number: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Qwen3-Next's first linear, by kind and not by key head."""
+    """Split Qwen3-Next's first linear by kind; the checkpoint orders it by key head."""
     shared = config.linear_num_value_heads // config.linear_num_key_heads
     values, keys = shared * config.linear_value_head_dim, config.linear_key_head_dim
     heads = tensor.unflatten(0, (config.linear_num_key_heads, -1))
@@ -455,7 +455,7 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
         return torch.cat([p.flatten(0, 2) for p in (queries, keys, values)]).view_as(tensor)
     if kind in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
         return tensor + 1
-    # Checkpoints of Llama 4 have pairs already.
+    # Checkpoints of Llama 4 already have pairs.
     is_paired = kind.startswith(_PAIRED) and kind != "llama4_text"
     if is_paired and part in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of checkpoints that transformers' modules run."""
+"""llama.cpp conversions of checkpoints that transformers' modules run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.gguf.gguf_files import known_name, write_gguf_file
 from torch import Tensor
 
 _SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-# Label, model_type and settings of a model.
+# Label, model_type and settings of each model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": (
         "gemma3n_text",
@@ -65,7 +65,7 @@ def write_file(
     extra: dict[str, Tensor] | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a model's file, with further tensors, and with changed settings, None for none."""
+    """Write a model's file with further tensors and changed settings; None leaves a setting out."""
     settings = gguf_settings(model.config) | _SETTINGS[label](model) | changes
     present = {key: value for key, value in settings.items() if value is not None}
     tensors = _TENSORS[label](model) | (extra or {})
@@ -110,7 +110,7 @@ def _falcon_h1_settings(model: Any) -> dict[str, Any]:
         "ssm.state_size": config.mamba_d_state,
         "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.group_count": config.mamba_n_groups,
-        "embedding_scale": None,  # it is in the weights
+        "embedding_scale": None,  # already included in the weights
     }
 
 

@@ -26,9 +26,9 @@ def write_gguf_file(
     """Write a file.
 
     Args:
-        settings: without the prefix of the architecture, or with a dot in front if the key has
-            none; a pair is a value and its type.
-        packed: the quantized type of a tensor by its name and numbers; None writes float32.
+        settings: by key without the architecture's prefix; a dot in front marks a key that has
+            none. A pair is a value and its type.
+        packed: gives a tensor's quantized type, from its name and numbers; None writes float32.
         others: whole numbers under full names.
     """
     writer = gguf.GGUFWriter(path, architecture)
@@ -62,13 +62,13 @@ def write_gguf_file(
 
 
 def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
-    """Write a file of a model's first layers: its metadata bytes, and the tensors that they use."""
+    """Write a file of a model's first layers: its metadata bytes, and those layers' tensors."""
     header = read_header(path, vocabulary=False)
     kept = [info for name, info in header.tensors.items() if _layer_of(name) < layers]
     content = path.read_bytes()
     first = next(iter(header.tensors)).encode()
     infos_at = content.find(struct.pack("<Q", len(first)) + first)
-    metadata = bytearray(content[24:infos_at])  # behind magic, version and both counts
+    metadata = bytearray(content[24:infos_at])  # after the magic, the version and both counts
     key = f"{architecture}.block_count".encode() + struct.pack("<I", gguf.GGUFValueType.UINT32)
     struct.pack_into("<I", metadata, metadata.index(key) + len(key), layers)
     infos, data = b"", b""
@@ -84,10 +84,9 @@ def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
 
 
 def with_metadata(path: Path, out: Path, entries: Iterable[tuple[str, Any]]) -> Path:
-    """Write a file with other metadata, whatever it says; a key may come twice.
+    """Write a file with other metadata, valid or not; a key may come twice.
 
-    Numbers have the narrowest usual type. Bytes stand for a value as it is in a file, its type in
-    front.
+    Numbers have the narrowest usual type. Bytes are written as they are: a type, then a value.
     """
     header = read_header(path, vocabulary=False)
     content = path.read_bytes()
@@ -110,14 +109,14 @@ def _text(text: str) -> bytes:
 
 
 def _stored(value: Any) -> bytes:
-    """A value behind its type."""
+    """A value, preceded by its type."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, list):
         kind, each = _form(value)
         return struct.pack("<I", kind) + each(value)
     kinds = [_form(item) for item in value] or [_form(0)]
-    # One type holds all items: the one of floats, if there is any.
+    # All items of an array have one type: the one of floats, if there is any.
     kind, each = max(kinds, key=lambda one: (one[0] in _FLOATS, one[0]))
     front = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, len(value))
     return front + b"".join(each(item) for item in value)
@@ -151,7 +150,7 @@ def _names(architecture: str, num_layers: int) -> Any:
 
 
 def _layer_of(name: str) -> int:
-    """A tensor's layer; -1 outside of all."""
+    """A tensor's layer; -1 if it belongs to none."""
     return int(name.split(".")[1]) if name.startswith("blk.") else -1
 
 
@@ -167,7 +166,7 @@ def known_name(name: str, architecture: str, num_layers: int) -> str:
 
 
 def with_tokenizer(path: Path, count: int) -> Path:
-    """Add a vocabulary of so many words to a file."""
+    """Add a vocabulary of so many tokens to a file."""
     reader = gguf.GGUFReader(path)
     label = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path.with_suffix(".new"), label)

@@ -84,7 +84,7 @@ def gguf_tensors(model: Any, architecture: str) -> dict[str, Tensor]:
 
 
 def llama3_divisors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """What Llama 3.1's scaling divides each frequency by."""
+    """The divisors of Llama 3.1's scaling, one for each frequency."""
     divisors = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
@@ -106,7 +106,7 @@ def write_gguf(
     tensors: Mapping[str, Tensor] | None = None,
     ids: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write a model; `tensors` replace those that a converter would write, `ids` add tokens'."""
+    """Write a model; `tensors` replace the converter's, `ids` add token ids."""
     config = model.config
     settings = {
         "block_count": config.num_hidden_layers,

@@ -1,4 +1,4 @@
-"""A GGUF file as transformers reads it: the oracle of what its weights are, and of its logits."""
+"""Reads a GGUF file with transformers: the oracle of its weights and its logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import gguf
 import numpy
 import torch
 
-_LONG = 10_000  # entries that only an array of the vocabulary has
+_LONG = 10_000  # entries of metadata that only the vocabulary's arrays have
 
 
 class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
-    """A reader that passes over the arrays of a vocabulary, and says how long it is in a number."""
+    """A reader that skips the vocabulary's arrays and gives its length as a number."""
 
     def __init__(self, path: Path) -> None:
         self._vocab_size = 0
@@ -44,10 +44,11 @@ class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
 
 
 def load_with_transformers(path: Path) -> Any:
-    """Its model, in float32.
+    """Load a file's model in float32.
 
-    It would read all metadata, so the vocabulary, twice and through slices of a memory map, and
-    make its table of names once for each module of the model: most of the time goes there.
+    Without the changes here, transformers would read all metadata, and so the vocabulary, twice and
+    through slices of a memory map, and build its table of names once for each module of the model:
+    that takes most of its time.
     """
     from transformers import AutoModelForCausalLM
 
@@ -62,5 +63,5 @@ def load_with_transformers(path: Path) -> Any:
 
 
 def _read(path: Path, **_: object) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """As an array of no class of its own, whose slices cost a tenth."""
+    """Return a plain array, whose slices cost a tenth of those of a memory map."""
     return numpy.fromfile(path, numpy.uint8)

@@ -1,6 +1,6 @@
 """llama.cpp's vocabulary files: a GGUF without tensors, with texts and their token ids beside it.
 
-Its `models/` has them: `ggml-vocab-NAME.gguf`, `.gguf.inp` and `.gguf.out`.
+llama.cpp keeps them in `models/`: `ggml-vocab-NAME.gguf`, `.gguf.inp` and `.gguf.out`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Comparison:
     """How one file's ids compare with the published ones.
 
     Attributes:
-        refusal: why the file cannot be served; empty if it can.
-        wrong: texts with other ids.
+        refusal: why we cannot serve the file; empty if we can.
+        wrong: texts that we encode to other ids.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare_folder(folder: Path) -> list[Comparison]:
-    """Compare all files of a folder that are not empty."""
+    """Compare a folder's files; skip empty ones."""
     files = sorted(folder.glob("ggml-vocab-*.gguf"))
     return [compare_file(file) for file in files if file.stat().st_size]
 

@@ -1,4 +1,4 @@
-"""Linears of the CPU library to test: packed from random codes, and what they should compute."""
+"""Linears of the CPU library to test: packed from random codes, with the expected results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 ROW_COUNTS = (*range(1, 14), 16, 40, 130, 250)  # every kernel; the last one is the longest
 WIDTHS = {32: (32, 96, 576), 64: (64, 192, 576), 128: (128, 1152)}
-OUTPUTS = 50  # three tiles and two outputs
+OUTPUTS = 50  # three tiles and two more outputs
 GUARD = 64  # elements after an array that nothing may touch
 SENTINEL = np.float32(12345.0)
 
@@ -35,7 +35,7 @@ def aligned(nbytes: int) -> Array:
 
 @dataclass
 class Linear:
-    """An ap_linear and all that it points to."""
+    """An ap_linear and the arrays that it points to."""
 
     struct: LinearStruct
     arrays: tuple[Array | None, ...]
@@ -55,7 +55,7 @@ def describe(
     group: int = 0,
     bias: Array | None = None,
 ) -> Linear:
-    """An ap_linear over memory that is to be packed into."""
+    """An ap_linear over memory for the packed weight."""
     padded = -(-out_features // 16) * 16
     bits = {Format.INT4: 4, Format.E2M1: 4, Format.INT8: 8, Format.F32: 32}.get(fmt, 16)
     codes = aligned(padded * in_features * bits // 8)
@@ -119,7 +119,7 @@ def packed_weight(
 def forward(
     library: ctypes.CDLL, engine: int, linear: Linear, x: Array, expected_status: int = Status.OK
 ) -> Array:
-    """x (rows, in_features) -> (rows, out_features); checks that nothing beyond is written."""
+    """x (rows, in_features) -> (rows, out_features); checks that nothing else is written."""
     x = np.ascontiguousarray(x, np.float32)
     count = x.shape[0] * linear.struct.out_features
     out = np.full(count + GUARD, SENTINEL)
@@ -149,7 +149,7 @@ def quantize(x: Array) -> tuple[Array, Array]:
 
 
 def exact(weight: PackedWeight, x: Array) -> tuple[Array, Array]:
-    """Products of quantized rows by exact integer sums and float64; the sum of magnitudes."""
+    """Products of quantized rows by exact integer sums and float64, and the sum of magnitudes."""
     codes, row_scale = quantize(x)
     q = weight.unpack().numpy().astype(np.int64).reshape(weight.shape[0], -1, 16)
     dots = np.einsum("rgk,ngk->rng", codes, q, optimize=True)

@@ -18,8 +18,8 @@ from appliance.kernels.cpu.structs import AttentionStruct, Format
 Array = NDArray[Any]
 
 PAGE = 16
-LAYER = 1  # of two, the other one stays poisoned
-FORMATS = [format for format in Format if format < Format.E2M1]  # the others are of weights
+LAYER = 1  # of two layers; the other one stays poisoned
+FORMATS = [format for format in Format if format < Format.E2M1]  # the other formats are for weights
 SEALED = (Format.SEALED, Format.K8V4)
 INTEGER = (Format.INT8, Format.INT4, *SEALED)
 BLOCK = 32  # of sealed layers
@@ -54,8 +54,8 @@ def address(array: NDArray[np.generic]) -> int:
 class Cache:
     """An arena of two layers, filled with 0xff at first: NaN, or the code 255.
 
-    Block b of a sealed layer has the open block b. Whatever is written to it is sealed at once: a
-    block that is not full is then made again with the next token.
+    Block b of a sealed layer has the open block b. Every write is sealed at once: a block that is
+    not full is sealed again with the next token.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Cache:
         self.block_bytes = self.offset + self.page_bytes * pages
         self.arena = aligned(num_blocks * self.block_bytes)
         self.arena.fill(fill)
-        # Of keys and of values, a little different from head to head
+        # Scales of keys and of values, slightly different from head to head
         self.head_scales = 0.02 + 0.001 * np.arange(2 * shape.num_kv_heads, dtype=np.float32)
         self.key_mean = np.zeros((shape.num_kv_heads, shape.head_dim), np.float32)
         if key_mean is not None:
@@ -105,7 +105,7 @@ class Cache:
         if format in SEALED:
             self.struct.open_base = address(self.open)
             self.struct.open_bytes, self.struct.num_open = self.open_bytes, num_blocks
-        # From far below the scores to far above them.
+        # Sinks from far below the scores to far above them.
         self.sinks = np.linspace(-30, 30, shape.num_heads, dtype=np.float32)
         self.attention = AttentionStruct(
             num_heads=shape.num_heads,
@@ -134,7 +134,7 @@ class Cache:
             self.seal(engine, sorted({slot // BLOCK for slot in slots}))
 
     def seal(self, engine: int, blocks: Sequence[int]) -> None:
-        """Make blocks of their open blocks."""
+        """Seal blocks from their open blocks."""
         numbers = np.array(blocks, np.int32)
         arguments = (engine, self.attention, self.struct, LAYER, len(numbers))
         self.library.section_seal(*arguments, address(numbers), address(numbers))

@@ -1,6 +1,6 @@
-"""The CPU library with the sections of a step beside it, each callable alone.
+"""The CPU library with the sections of a step exported as well, each callable alone.
 
-It is compiled anew, from the product's sources and with its flags, when one of them has changed.
+It is compiled from the product's sources, with its flags, again when one of them has changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[4]
 FILES = [ROOT / "tests" / "kernels" / "cpu" / name for name in ("sections.c", "pool_exercise.c")]
 CACHED = ROOT / ".cache" / "cpu_sections" / "library.so"
 
-# As in these files; the engine comes first where there is one.
+# Result and arguments as in these files; an engine comes first if there is one.
 _CACHE = (POINTER(AttentionStruct), POINTER(CacheStruct), c_int32)
 _SECTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "write": (None, (c_void_p, *_CACHE, c_void_p, c_void_p, c_int32, c_void_p)),
@@ -50,9 +50,9 @@ _SECTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def build_sections(out: Path, cflags: tuple[str, ...] = ()) -> Path:
-    """Compile, unless the file is of these very sources and flags."""
+    """Compile, unless the file was built from these sources and flags."""
     content = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
-    # In a tenth of the time, and nothing here is timed; models run what is shipped.
+    # Compiles in a tenth of the time; nothing here is timed, and models run the shipped library.
     quickly = ("-O1", "-DAP_APART")
     included = [word for path in FILES for word in ("-include", str(path))]
     flags = (f"-I{build.SOURCES}", f"-DAP_SECTIONS=0x{content}", *included, *quickly, *cflags)
@@ -60,7 +60,7 @@ def build_sections(out: Path, cflags: tuple[str, ...] = ()) -> Path:
 
 
 def load_sections(path: Path | None = None) -> ctypes.CDLL:
-    """The library at a path, or the one that this makes; `use_isa` gives it its sections."""
+    """Load the library at a path, or the one built here; `use_isa` gives it its sections."""
     return load_library(path or build_sections(CACHED))
 
 

@@ -1,7 +1,7 @@
-"""Settings under which libraries, and ours, compute as on processors with fewer instructions.
+"""Settings that make libraries, and ours, compute as on processors with fewer instructions.
 
-Run as a script it prints them, a line for each face that this machine can wear; one that asks for
-instructions that are not here would be killed for it.
+As a script it prints them, a line for each such processor that this machine can imitate. A process
+that is told to use instructions that this machine lacks would be killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from appliance.kernels.cpu.library import load_library, supported_isas
 from appliance.kernels.cpu.structs import Isa
 
-# torch's own kernels, the products of oneDNN, and the CPU library's.
+# Settings for torch's own kernels, the products of oneDNN, and the CPU library's.
 FACES = (
     ("default", "AVX2", "scalar"),
     ("avx2", "AVX512_CORE", "avx2"),
@@ -24,7 +24,7 @@ CAPABILITIES = ("default", "avx2", "avx512")
 
 
 def leave_out(name: str) -> None:
-    """From now on this CPU has no instruction set above one, as far as our library is asked."""
+    """Hide the instruction sets above one from our library, from now on."""
     loaded = load_library()
     is_supported = loaded.ap_isa_supported
 
@@ -35,7 +35,7 @@ def leave_out(name: str) -> None:
 
 
 def main() -> None:
-    """Print what this machine can wear; say what it cannot."""
+    """Print the processors that this machine can imitate, and name the others."""
     best = CAPABILITIES.index(torch.backends.cpu.get_cpu_capability().lower())
     isas = {isa.name.lower() for isa in supported_isas(load_library())}
     for capability, onednn, isa in FACES:

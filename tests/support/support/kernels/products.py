@@ -1,10 +1,10 @@
-"""Other products for torch on the CPU, in all threads: unlike ones, and exact ones.
+"""Replaces torch's products on the CPU, in all threads: by unlike ones, or by exact ones.
 
 torch and the libraries under it choose a product's kernel, and with it the order of its sums, by
-the shapes of the operands and by where they lie; on some processors every choice has its own last
-bits. `unlike_products` is such a processor, on any machine: a test of closeness has to pass under
-it. `exact_products` rounds once, so that no order shows: a test of what an engine does around the
-products may ask for equal tokens under it.
+the shapes and the addresses of the operands; on some processors every choice has its own last bits.
+`unlike_products` imitates such a processor on any machine: a test of closeness has to pass under
+it. `exact_products` rounds once, so that no order shows: under it a test of what an engine does
+around the products may ask for equal tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PRODUCTS = (
     "baddbmm", "baddbmm.out", "baddbmm_",
     "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-CACHE_LINE = 64  # bytes; within it kernels mind where an operand begins
-ONE_IN = 64  # results of 16 bits that are rounded another way: far more than in truth
-PATTERN = 1 << 16  # elements before the unlike bits repeat
+CACHE_LINE = 64  # bytes; a kernel may depend on an operand's address within so many
+ONE_IN = 64  # 16-bit results, of which one is rounded another way: far more than in truth
+PATTERN = 1 << 16  # elements after which the pattern of unlike bits repeats
 WIDE_AT_ONCE = 1 << 20  # elements of a matrix in float64: of larger ones the memory is fresh
 
 Product = Callable[..., Any]
@@ -35,9 +35,9 @@ Product = Callable[..., Any]
 
 @contextlib.contextmanager
 def unlike_products() -> Iterator[None]:
-    """Within it a product's last bits differ with the shapes and the places of its operands.
+    """Make a product's last bits depend on the shapes and the addresses of its operands.
 
-    Not in float64, where sums of products of narrower numbers are exact or nearly so.
+    float64 is left out: there sums of products of narrower numbers are exact or nearly so.
     """
     with _replaced(_unlike):
         yield
@@ -45,7 +45,7 @@ def unlike_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Within it products are computed in float64 and rounded once."""
+    """Compute products in float64 and round once."""
     with _replaced(_exact):
         yield
 
@@ -54,7 +54,7 @@ def exact_products() -> Iterator[None]:
 def _replaced(replacement: Callable[[Product], Product]) -> Iterator[None]:
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they say that kernels are replaced
+        warnings.simplefilter("ignore", UserWarning)  # warnings that kernels are replaced
         for name in PRODUCTS:
             kernel = get_kernel(f"aten::{name}", "CPU").call_boxed
             library.impl(name, replacement(kernel), "CPU", with_keyset=True)
@@ -79,18 +79,18 @@ def _unlike(kernel: Product) -> Product:
 
 
 def _nudge(result: Tensor, start: int) -> None:
-    """Take results to the next number up or down; zeros and infinities stay."""
+    """Move results to the next number up or down; keep zeros and infinities."""
     factors = _factors(result.dtype).roll(-start)
     count = result.numel()
     factors = factors.repeat(-(-count // PATTERN))[:count].view(result.shape)
-    if result.dtype == torch.float32:  # one that ends in zeros was exact, and is so in any order
+    if result.dtype == torch.float32:  # zeros at the end: exact in any order
         factors = factors.where(result.view(torch.int32) & 0xFF != 0, 1)
     result.mul_(factors)
 
 
 @cache
 def _factors(dtype: torch.dtype) -> Tensor:
-    """What results are multiplied by, (PATTERN,): one, or a step of the dtype more or less."""
+    """The factors of results, (PATTERN,): one, or a step of the dtype more or less."""
     random = torch.Generator().manual_seed(0)
     one_in = ONE_IN if dtype.itemsize == 2 else 1
     moved = torch.randint(0, one_in, (PATTERN,), generator=random) == 0
@@ -122,7 +122,7 @@ def _exact(kernel: Product) -> Product:
 
 
 def _is_large(args: tuple[Any, ...]) -> bool:
-    """True of a product of two matrices whose second one is a head of a real model."""
+    """Whether a product is that of two matrices of which the second is a real model's head."""
     return len(args) == 2 and args[1].dim() == 2 and args[1].numel() > WIDE_AT_ONCE
 
 

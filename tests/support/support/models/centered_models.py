@@ -1,4 +1,4 @@
-"""Small models whose norms center the stream: before its parts, beside them, or after them."""
+"""Small models whose norms subtract the mean: before the parts of a layer, beside or after them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ OPT = {"ffn_dim": 76}
 FALCON = {"ffn_hidden_size": 76}
 CENTERED: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", OPT),
-    # As 350M: norms after each addition, embeddings of another width.
+    # Like OPT 350M: norms after each addition, embeddings of another width.
     "opt-after": ("opt", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 40}),
-    # As 7B: one key head, one norm for attention and MLP.
+    # Like Falcon 7B: one key head, one norm for attention and MLP.
     "falcon": ("falcon", FALCON),
-    # As 40B: a few key heads and a norm each.
+    # Like Falcon 40B: a few key heads and a norm each.
     "falcon-new": (
         "falcon",
         FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
     ),
-    # As Falcon 2.
+    # Like Falcon 2.
     "falcon-2": (
         "falcon",
         FALCON

@@ -1,4 +1,4 @@
-"""Drops, nulls and changes settings one at a time, and asks transformers what each then means."""
+"""Drops, nulls and changes settings one at a time, and compares with transformers' results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.errors import ApplianceError
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Read in training alone, or by what generates.
+# Read only in training, or by code that generates.
 HARMLESS = {
     "attention_dropout", "bos_token_id", "chunk_size", "classifier_dropout", "embd_pdrop",
     "eos_token_id", "hidden_dropout", "init_std", "initializer_range", "mamba_chunk_size",
@@ -25,7 +25,7 @@ HARMLESS = {
     "rescale_prenorm_residual", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
     "use_cache", "use_mamba_kernels", "z_loss_coefficient", "dropout", "layerdrop",
 }  # fmt: skip
-# Settings that contradict others when they change: a refusal names the others.
+# Changing these contradicts other settings: a refusal names the others.
 OPPOSED = {
     "enable_moe_block": ["use_double_wide_mlp"],
     "layer_types": ["per_layer_config", "num_kv_shared_layers", "sliding_window"],
@@ -36,7 +36,7 @@ OPPOSED = {
     "qk_rope_head_dim": ["partial_rotary_factor"],
     "rope_type": ["partial_rotary_factor"],
 }
-# Without these the defaults of others do not fit the rest: refused by their names.
+# Without these, the defaults of others do not fit the rest: a refusal names those.
 _NEEDED = {"num_experts_per_tok", "topk_group", "rope_type"}
 # transformers fails without the first two, and with the last beside no embeddings of layers.
 _OPEN = {"llama_4_scaling_beta", "rope_type", "num_kv_shared_layers"}
@@ -45,7 +45,7 @@ _OTHER_WORDS = {"silu": "gelu_pytorch_tanh"}
 
 @dataclass(frozen=True)
 class Change:
-    """One setting of a config that is no longer as it was.
+    """One changed setting of a config.
 
     Attributes:
         how: drop, null, flip or set.
@@ -71,7 +71,7 @@ def _value_of(config: dict[str, Any], key: str) -> Any:
 
 
 def changes(config: dict[str, Any], harmless: Set[str] = HARMLESS) -> Iterator[Change]:
-    """Every change of a config, also of settings that it leaves out but its class knows."""
+    """Every change of a config; includes settings that it leaves out but its class knows."""
     known = settings_of(config["model_type"])
     for key in sorted((known.keys() | config.keys()) - harmless):
         if key not in known:
@@ -110,7 +110,7 @@ def _changes_at(
 def with_setting(
     config: dict[str, Any], path: tuple[str, ...], value: Any, drop: bool = False
 ) -> dict[str, Any]:
-    """Return a copy of a config in which a setting, in sections or not, is another or is gone."""
+    """Return a copy of a config with one setting, in a section or not, replaced or removed."""
     changed = copy.deepcopy(config)
     inside = changed
     for part in path[:-1]:
@@ -138,7 +138,7 @@ def others(value: Any) -> list[Any]:
 
 
 class Oracle:
-    """A model of transformers whose settings change, and whose weights do not."""
+    """A transformers model whose settings change while its weights stay."""
 
     def __init__(self, model: Any, token_ids: list[int]) -> None:
         self._class, self._config_class = type(model), type(model.config)
@@ -151,12 +151,12 @@ class Oracle:
     def logits(self, config: dict[str, Any]) -> torch.Tensor | None:
         """Logits (num_tokens, vocab_size), a head's (num_labels,), or hidden states without a head.
 
-        None if it refuses, or the weights do not fit.
+        None if transformers refuses, or the weights do not fit.
         """
         try:
             made = self._config_class.from_dict(_decoded(copy.deepcopy(config)))
             meaning = json.dumps(made.to_dict(), sort_keys=True, default=str)
-        except Exception:  # transformers raises what it likes
+        except Exception:  # transformers raises any kind of error
             return None
         if meaning not in self._known:
             self._known[meaning] = self._run(made)
@@ -164,9 +164,9 @@ class Oracle:
 
     def _run(self, config: Any) -> torch.Tensor | None:
         if self._tied and not config.tie_word_embeddings:
-            return None  # the head that it asks for was not stored
-        config.tie_word_embeddings = self._tied  # a head of its own is not tied, whatever is said
-        for attention in ("eager", "sdpa"):  # null scales mean something to the second alone
+            return None  # the folder lacks the head that the config asks for
+        config.tie_word_embeddings = self._tied  # an own head is never tied
+        for attention in ("eager", "sdpa"):  # only the second reads null scales as a value
             config._attn_implementation = attention
             try:
                 with torch.device("meta"):
@@ -182,14 +182,14 @@ class Oracle:
                 with torch.inference_mode():
                     made = model(torch.tensor([self._token_ids]), **extra)
                 found = (made.logits if "logits" in made else made.last_hidden_state)[0]
-            except Exception:  # transformers raises what it likes
+            except Exception:  # transformers raises any kind of error
                 continue
             return found if math.isfinite(found.abs().max()) else None
         return None
 
 
 def _decoded(value: Any) -> Any:
-    """Read numbers that JSON lacks, as transformers writes them."""
+    """Read numbers that JSON lacks, in transformers' spelling."""
     if isinstance(value, dict):
         return math.inf if "__float__" in value else {k: _decoded(v) for k, v in value.items()}
     return [_decoded(item) for item in value] if isinstance(value, list) else value
@@ -206,14 +206,14 @@ def disagreements(
     ours_of: Callable[[], torch.Tensor],
     harmless: Set[str] = HARMLESS,
 ) -> tuple[list[str], int]:
-    """Change each setting of a folder's config in turn, and compare what becomes of the model.
+    """Change each setting of a folder's config in turn, and compare our model with transformers'.
 
     Args:
-        open_spec: opens the folder; changes that give an equal spec are not computed again.
-        ours_of: what we make of it.
+        open_spec: opens the folder; changes that give an equal spec are computed once.
+        ours_of: computes our result.
 
     Returns:
-        How both differ, and the number of changes that both accept.
+        The differences, and the number of changes that both accept.
     """
     config = json.loads((folder / "config.json").read_text())
     unchanged, usual = open_spec(), ours_of()
@@ -227,7 +227,7 @@ def disagreements(
             message = str(error)
         else:
             if spec == unchanged and theirs is None:
-                continue  # without effect here, whatever it is
+                continue  # has no effect here
             ours = usual if spec == unchanged else ours_of()
         compared += theirs is not None and ours is not None
         found.append(_disagreement(change, theirs, ours, message))
@@ -240,7 +240,7 @@ def _disagreement(
     ours: torch.Tensor | None,
     message: str,
 ) -> str:
-    """Say how both differ on a change; empty if they agree, or we refuse it as we may."""
+    """Describe how both differ on a change; empty if they agree, or if we may refuse it."""
     key = change.key
     names = (key, *OPPOSED.get(key, ()), "tensor ")
     if ours is None and not any(name in message for name in names):

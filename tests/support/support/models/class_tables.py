@@ -1,7 +1,7 @@
 """Makes `class_defaults.json`: what absent and null settings mean to transformers' classes.
 
-Nothing is written down by hand: each class is built with a setting left out, null or changed, and
-asked what it holds then. `python class_tables.py` writes the file anew.
+Nothing is written by hand: each class is built with a setting left out, null or changed, and its
+attributes are read. `python class_tables.py` writes the file anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from appliance.model.families.registry import CLASSES_OF_TYPES, FAMILIES, TWO_WA
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 TABLE = Path(reader.__file__).with_name("class_defaults.json")
-# Text parts of larger models, and variants, that a family reads under a class of their own.
+# Text parts of larger models, and variants, that a family reads but that have a class of their own.
 _MAKERS_OWN = {"exaone4_5_text", "kimi_k2"}  # transformers has no classes of these names
 OTHER_TYPES = (
     "granitemoeshared",
@@ -37,7 +37,7 @@ _READS = re.compile(r"config\.([a-z_]\w*)\b(?!\()|getattr\((?:self\.)?config, \"
 
 
 def make() -> dict[str, Any]:
-    """Ask the classes of all families, and those of models that have a text part."""
+    """Query the classes of all families, and those of models that have a text part."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -45,7 +45,7 @@ def make() -> dict[str, Any]:
     types = {family.model_type for family in FAMILIES} | {each.model_type for each in ENCODERS}
     types |= TWO_WAY_RELATIVES.keys()
     types |= set(OTHER_TYPES)
-    types &= set(CONFIG_MAPPING)  # InternLM 2 has no class there
+    types &= set(CONFIG_MAPPING)  # transformers has no class of InternLM 2
     parts: dict[str, str] = {}
     for name in CONFIG_MAPPING:
         specs: dict[str, Any] = CONFIG_MAPPING[name].sub_configs_defaults
@@ -58,7 +58,7 @@ def make() -> dict[str, Any]:
 
 
 def written(table: dict[str, Any]) -> str:
-    """One line for each class."""
+    """The file's text: one line for each class."""
     lines = [
         ",\n".join(
             f"  {json.dumps(name)}: {json.dumps(entry, sort_keys=True, separators=(',', ':'))}"
@@ -70,7 +70,7 @@ def written(table: dict[str, Any]) -> str:
 
 
 def settings_of(model_type: str) -> dict[str, Any]:
-    """Settings that a class knows by any name, each with its default, or a value of its type."""
+    """Settings that a class knows under any name, each with its default, or a value of its type."""
     from transformers import CONFIG_MAPPING
 
     asked = _Class(CONFIG_MAPPING[model_type])
@@ -83,7 +83,7 @@ def settings_of(model_type: str) -> dict[str, Any]:
 
 
 class _Class:
-    """A configuration class, asked again and again."""
+    """A configuration class that is built again and again."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -99,21 +99,21 @@ class _Class:
         self._asked: dict[str, Any] = {}
 
     def holds(self, key: str, **settings: Any) -> Any:
-        """What it holds under a key; `_UNKNOWN` if it refuses the settings."""
+        """The value under a key; `_UNKNOWN` if the class refuses the settings."""
         named = repr(settings)
         if named not in self._asked:
             try:
                 self._asked[named] = self.made(**copy.deepcopy(settings))
-            except Exception:  # a class raises what it likes
+            except Exception:  # a class raises any kind of error
                 self._asked[named] = None
         made = self._asked[named]
         try:
             return _UNKNOWN if made is None else _plain(getattr(made, key, None))
-        except Exception:  # each layer has its own
+        except Exception:  # a value for each layer
             return _UNKNOWN
 
     def is_constant(self, key: str, value: Any, **settings: Any) -> bool:
-        """Return True if no other number changes what it holds under a key."""
+        """Return True if no other number changes the value under a key."""
         return all(
             self.holds(key, **settings, **change) in (value, _UNKNOWN)
             for change in self.changes
@@ -147,7 +147,7 @@ def _of_class(made: Any) -> dict[str, Any]:
         held = asked.holds(own, **{key: None})
         if held is _UNKNOWN and "num_attention_heads" in asked.fields:
             heads: Any = asked.fields["num_attention_heads"].default
-            # Its default sizes alone may not divide.
+            # The default hidden_size may not be divisible by the number of heads.
             held = asked.holds(own, **{"hidden_size": 64 * heads, key: None})
         if held is _UNKNOWN or _breaks_rope(asked, key):
             never_null.add(key)
@@ -183,7 +183,7 @@ def _mapped(made: Any, asked: _Class) -> dict[str, str]:
 
 
 def _late_settings(made: Any) -> dict[str, Any]:
-    """Settings that are no fields, which its methods take out of `kwargs`, with defaults."""
+    """Settings that are no fields but that its methods take out of `kwargs`, with defaults."""
     found: dict[str, Any] = {}
     for name in ("__post_init__", "convert_rope_params_to_dict"):
         method = getattr(made, name)
@@ -209,12 +209,12 @@ def _evaluated(expression: ast.expr, made: Any) -> Any:
     try:
         source = ast.unparse(expression)
         return _plain(eval(source, {"self": made(), "kwargs": {}, "getattr": getattr}))
-    except Exception:  # it depends on what only the method knows
+    except Exception:  # the method computes this default
         return _UNKNOWN
 
 
 def _renamed(asked: _Class, key: str) -> str | None:
-    """The field that takes the value of a setting which is no field."""
+    """The field that takes the value of a setting that is no field."""
     for probe in _PROBES:
         if asked.holds(key, **{key: probe}) is _UNKNOWN:
             continue
@@ -226,7 +226,7 @@ def _renamed(asked: _Class, key: str) -> str | None:
 
 
 def _rope(asked: _Class) -> dict[str, Any]:
-    """Rotary settings of a class that is given none, and what it adds to those of a section."""
+    """Rotary settings of a class without any given, and what it adds to those of a section."""
     key = "rope_parameters"
     found = asked.holds(key)
     if key not in asked.fields or not isinstance(found, dict):
@@ -245,7 +245,7 @@ def _rope(asked: _Class) -> dict[str, Any]:
 
 
 def _shared(found: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is in all, at any depth."""
+    """The entries that all have in common, at any depth."""
     same = {}
     for name, value in found.items():
         theirs = [other.get(name) for other in others]
@@ -264,17 +264,17 @@ def _leaves(section: dict[str, Any]) -> set[str]:
 
 
 def _breaks_rope(asked: _Class, key: str) -> bool:
-    """Return True if null would become the base of the frequencies, with which none computes."""
+    """Return True if null would become the base of the frequencies, which breaks all."""
     held = asked.holds("rope_parameters", **{key: None})
     sections = [held, *held.values()] if isinstance(held, dict) else []
     return any(isinstance(one, dict) and one.get("rope_theta", 1) is None for one in sections)
 
 
 def _read_by_model(made: Any) -> set[str]:
-    """Names of settings that the text of the class and of its model reads."""
+    """Names of settings that occur in the source of the class and of its model."""
     file = Path(inspect.getfile(made))
     model = file.with_name(file.name.replace("configuration_", "modeling_"))
-    if not model.exists():  # EXAONE 3, whose model is another's
+    if not model.exists():  # EXAONE 3, whose model is that of another class
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         model = Path(inspect.getfile(MODEL_FOR_CAUSAL_LM_MAPPING[made]))
@@ -288,7 +288,7 @@ def _read_by_model(made: Any) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value as config.json holds it."""
+    """Convert a value to the form that config.json has."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

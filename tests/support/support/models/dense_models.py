@@ -39,7 +39,7 @@ def longrope(half: int, original: int, **extra: Any) -> dict[str, Any]:
     } | extra
 
 
-# As E2B: embeddings of each layer, and layers that read the keys and values of others.
+# Like E2B: embeddings of each layer, and layers that read the keys and values of others.
 GEMMA4_SMALL = {
     "num_hidden_layers": 6,
     "head_dim": 16,
@@ -124,7 +124,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    # As the large ones: two sizes of heads, values that are keys.
+    # Like the large ones: two head sizes, and keys that serve as values.
     "gemma4": (
         "gemma4_text",
         {

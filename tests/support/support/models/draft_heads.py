@@ -1,4 +1,4 @@
-"""Small checkpoints that bring a head for drafting, whose guesses are mostly the model's tokens."""
+"""Small checkpoints with a head for drafting, whose guesses are mostly the model's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Settings of transformers, of the checkpoint, and the model's layers that the head's are like.
+# transformers' settings, the checkpoint's, and the model's layers that the head's resemble.
 FAMILIES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any], tuple[int, ...]]] = {
     "glm4_moe": (EXPERTS["glm4_moe"], {"num_nextn_predict_layers": 1}, (2,)),
     "deepseek_v3": (EXPERTS["deepseek_v3"], {"num_nextn_predict_layers": 1}, (2,)),
@@ -46,7 +46,7 @@ def write_with_head(family: str, folder: Path) -> Any:
 def write_model(model_type: str, settings: dict[str, Any], folder: Path) -> Any:
     """Write a model and return it.
 
-    What a layer adds to the stream is small, so that a token decides what follows it.
+    A layer adds little to the stream, so that a token decides what follows it.
     """
     torch.manual_seed(5)
     sizes: dict[str, Any] = {**SIZES, "vocab_size": 512}
@@ -83,7 +83,7 @@ def _add_head(family: str, folder: Path) -> None:
     is_behind = family in _BEHIND_THE_LAST
     base, begin = ("model.layers.", 3) if is_behind else ("mtp.layers.", 0)
     for place, index in enumerate(like):
-        inside = f".layers.{index}."  # behind `model` or `backbone`
+        inside = f".layers.{index}."  # after `model` or `backbone`
         for name in [one for one in tensors if inside in one and not one.startswith("mtp")]:
             part = name.partition(inside)[2]
             tensors[f"{base}{begin + place}.{part}"] = tensors[name].clone()

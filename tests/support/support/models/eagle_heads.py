@@ -1,4 +1,4 @@
-"""Small EAGLE-3 heads beside models that they draft for, and their definition in torch."""
+"""Small EAGLE-3 heads and the models that they draft for, and the heads' definition in torch."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ CONFIG: dict[str, Any] = {
 
 
 def write_with_eagle(target: str, folder: Path) -> Path:
-    """Write a model, and a head in a folder of its own; return that.
+    """Write a model, and a head in a folder of its own; return that folder.
 
-    It says what the model says, if that is among its tokens: it attends to the row itself, and
-    takes the hidden state, which `fc` brings to the size of a normed one, off the stream.
+    The head predicts the model's token if its vocabulary has it: it attends to the row itself, and
+    subtracts the hidden state, which `fc` scales to the size of a normed one, from the stream.
     """
     model = write_model(*TARGETS[target], folder)
     output = model.get_output_embeddings().weight.detach().float()
@@ -71,7 +71,7 @@ def write_with_eagle(target: str, folder: Path) -> Path:
 
 
 def tensors_of_head(output: Tensor, size: float = 1.0) -> dict[str, Tensor]:
-    """A head that guesses well.
+    """Return the tensors of a head that guesses well.
 
     Args:
         output: the model's output matrix, (vocabulary, hidden).
@@ -107,7 +107,7 @@ def tensors_of_head(output: Tensor, size: float = 1.0) -> dict[str, Tensor]:
 
 
 def random_tensors(key_heads: int, *, has_bias: bool, has_embedding: bool) -> dict[str, Tensor]:
-    """A head of random numbers."""
+    """Return a head of random numbers."""
     torch.manual_seed(9)
     found = tensors_of_head(torch.randn(VOCABULARY, HIDDEN))
     for name, tensor in found.items():
@@ -127,11 +127,11 @@ def random_tensors(key_heads: int, *, has_bias: bool, has_embedding: bool) -> di
 
 @dataclass(frozen=True)
 class PlainEagle:
-    """The definition, of one sequence.
+    """The head's definition, for one sequence.
 
     Attributes:
         folder: of the head, whose layer is `midlayer.`.
-        table: the model's embeddings; the head's own come instead.
+        table: the model's embeddings; the head's own replace them if it has any.
         is_normed: the stream begins as the normed hidden state.
     """
 

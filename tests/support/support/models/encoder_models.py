@@ -1,4 +1,4 @@
-"""Small encoders with random weights: a checkpoint on disk and what transformers makes of it."""
+"""Small encoders with random weights: a checkpoint on disk and transformers' model of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "modernbert": ("ModernBert", MODERN, 1200),
     "modernbert-mean": ("ModernBert", {**MODERN, "classifier_pooling": "mean"}, 70),
 }
-# Decoders that only read: kind, class, settings, longest text.
+# Decoders that only embed: kind, class, settings, longest text.
 _DECODER = {
     **SIZES,
     "num_key_value_heads": 2,
@@ -85,7 +85,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "eurobert": ("EuroBert", "EuroBertModel", {**_DECODER, "mask_token_id": 3}, 60),
     "eurobert-words": ("EuroBert", "EuroBertForMaskedLM", {**_DECODER, "mask_token_id": 3}, 60),
 }  # fmt: skip
-# Decoders whose head of one label judges texts, all by their last token: kind, class, settings.
+# Decoders with a head of one label, which judge a text by its last token: kind, class, settings.
 JUDGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", "Qwen3ForSequenceClassification", _WIDE),
     "qwen2-no-padding": (
@@ -105,7 +105,7 @@ JUDGES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass
 class Made:
-    """A checkpoint on disk and what transformers makes of it."""
+    """A checkpoint on disk and transformers' model of it."""
 
     path: Path
     oracle: Any
@@ -182,7 +182,7 @@ def of_transformers(oracle: Any, ids: list[int]) -> torch.Tensor:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Write a WordPiece tokenizer of single letters, which begins and ends texts as BERT's does."""
+    """Write a WordPiece tokenizer of single letters, with BERT's tokens at both ends of a text."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters)]
     backend = Tokenizer(

@@ -1,4 +1,4 @@
-"""Tiny settings of models that transformers' modules run; some have a family of ours, too."""
+"""Tiny settings of models that transformers' modules run; some also have a family of ours."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 96,
 }
 _ALL_HEADS = _SIZES | {"num_key_value_heads": 4}
-# Each with what few others have: biases, LayerNorm, parallel parts, partial rotation, norms of
-# heads, windows, soft caps, sinks, scaled logits, layers without positions.
+# Each has features that few others have: biases, LayerNorm, parallel parts, partial rotation, norms
+# of heads, windows, soft caps, sinks, scaled logits, layers without positions.
 FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", _SIZES | {"use_qkv_bias": True, "qk_layernorm": True}),
     "gpt_neox": ("gpt_neox", _ALL_HEADS | {"use_parallel_residual": True}),
@@ -87,7 +87,7 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 24,
         },
     ),
-    # A tensor for each expert, by names of its makers' own, which transformers turns as it loads.
+    # A tensor for each expert, under the makers' own names, which transformers converts at load.
     "minimax_m2-names": (
         "minimax_m2",
         _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},

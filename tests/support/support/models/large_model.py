@@ -1,4 +1,4 @@
-"""Writes a model of any size in no time: its weights are zeros that the disk does not store."""
+"""Writes a model of any size quickly: its weights are zeros in a sparse file."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def write_large_model(
     experts: int = 0,
     fused: bool = False,
 ) -> int:
-    """A llama that the quantizer reads, with a tokenizer of eight letters; returns its bytes.
+    """Write a Llama that the quantizer reads, with a tokenizer of eight letters; return its bytes.
 
     Args:
-        experts: makes it a Qwen3 with so many in each layer, of which a token takes four.
+        experts: makes it a Qwen3 with so many in each layer; a token uses four.
         fused: makes it a gpt-oss, which stores all experts of a layer in one tensor.
     """
     config: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Models whose class only their makers publish, each made of a class of transformers.
+"""Models whose class only their makers publish, each derived from a class of transformers.
 
-The arithmetic of such a model is that of its relative in transformers; the published code says
-under which names it holds the same tensors and settings.
+Such a model computes what its relative in transformers computes; the published code says under
+which names it stores the same tensors and settings.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Parts = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Maker:
-    """What a maker's folder has instead of its relative's.
+    """How a maker's folder differs from its relative's.
 
     Attributes:
         relative: the class's `model_type` in transformers.
         settings: of that class.
-        config: settings that the folder adds to the sizes that both name alike.
-        renamed: parts of names that the maker replaces, by the relative's.
+        config: settings that the folder adds to the sizes, which have the same names in both.
+        renamed: the maker's parts of names by the relative's.
         joined: turns the tensors of a layer that the maker stores together.
-        unnamed: settings of the relative that the folder names otherwise, or not at all.
-        buffers: further tensors, which the arithmetic repeats.
-        head: what the maker's code makes of the stored head.
+        unnamed: settings of the relative that the folder renames or leaves out.
+        buffers: further tensors, which repeat what the arithmetic computes.
+        head: how the maker's code transforms the stored head.
     """
 
     relative: str
@@ -196,7 +196,7 @@ MAKERS: dict[str, Maker] = {
         _MINICPM,
         unnamed=(*_OF_GRANITE, "attention_multiplier"),
     ),
-    # As MiniCPM 1, whose config.json leaves out what its class has by itself.
+    # Like MiniCPM 1, whose config.json leaves out its class's defaults.
     "minicpm-tied": Maker(
         "granite",
         _AS_MINICPM | {"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
@@ -244,7 +244,7 @@ MAKERS |= {
         },
         buffers=("model.mtp_layers.0.input_proj.weight",),
     ),
-    # What tells Baichuan 2 from 1 is how many words it has.
+    # Only the size of the vocabulary tells Baichuan 2 from 1.
     "baichuan": Maker(
         "llama",
         {"num_key_value_heads": 6},
@@ -264,7 +264,7 @@ MAKERS |= {
 
 
 def save_as_maker(case: str, model: Any, folder: Path) -> Path:
-    """Write the model of a case as its maker would, from that of its relative."""
+    """Write a case's model in its maker's form, from that of its relative."""
     maker = MAKERS[case]
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Tiny settings of models each of whose sequences keeps a cache of transformers' own class."""
+"""Tiny settings of models whose sequences each keep a cache of transformers' own class."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ _LATENT = {
     "n_routed_experts": 4,
 }
 _INDEX = {"index_topk": 5, "index_n_heads": 8, "index_head_dim": 16}
-# Attention of its own kinds; a state that is not described; positions that are compressed, indexed
-# or biased; states that lie in modules; layers that share matrices; windows and convolutions at
-# once.
+# Attention of other kinds; a state that is not described; positions that are compressed, indexed or
+# biased; states that lie in modules; layers that share matrices; windows and convolutions at once.
 OWN_CACHES: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 3, "n_head": 4, "seq_length": 128},
     "deepseek_v4": {
@@ -159,12 +158,12 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
         "router_hidden_size": 16,
     },
 }
-# Whose class goes on with a text right only token by token.
+# Their class continues a text correctly only token by token.
 ONE_BY_ONE = {"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"}
 
 
 def sizes_of(model_type: str) -> dict[str, Any]:
-    """Return the settings of a tiny model, without those that its class has not."""
+    """Return the settings of a tiny model, without those that its class lacks."""
     import transformers
 
     usual = transformers.AutoConfig.for_model(model_type)

@@ -1,4 +1,4 @@
-"""Changes settings as damage, tools and hands change them: odd values in odd places, by a seed."""
+"""Changes settings as damage, tools and people do: odd values in odd places, from a seed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ ODD: tuple[Any, ...] = (
     "", "x", "16", "true", "null", "silu", "relu", "yarn", "full_attention", "float16",
     [], [0], [1, 2], [0.5] * 3, ["x"], [None], [[]], {}, {"x": 1}, {"rope_type": "linear"},
 )  # fmt: skip
-# Said of the file, or read elsewhere: what they are does not reach the arithmetic.
+# They describe the file, or are read elsewhere, and do not affect the arithmetic.
 _OF_THE_FILE = frozenset({"dtype", "torch_dtype", "transformers_version", "return_dict"})
-# Of latent attention, whose heads have widths and a number of their own: makers' code passes over
-# these, and transformers fails where they are not those of the queries.
+# Of latent attention, whose heads have a number and widths of their own: makers' code ignores
+# these, and transformers fails unless they equal those of the queries.
 _OF_LATENTS = frozenset({"head_dim", "num_key_value_heads"})
-# Of parts that are left out: heads for multi-token prediction, and choices of positions.
+# Of parts that are left out: heads for multi-token prediction, and the selection of positions.
 _OF_PARTS = frozenset({"mtp_hybrid_override_pattern", "index_head_dim", "index_n_heads"})
-# Older names, in whose place transformers checks the type of a setting of training.
+# Older names, for which transformers checks the type of a setting of training.
 _OLDER = frozenset({"mamba_dt_init_floor", "mamba_dt_max", "mamba_dt_min", "mamba_expand"})
-# What a class computes from others after it has checked its type, or keeps to in prompts alone.
+# A class checks their type and then computes them from others, or uses them in prompts alone.
 _NOT_AS_GIVEN = frozenset({("cohere2", "head_dim"), ("nemotron_h", "time_step_min")})
-# Here their truth counts, as in older versions of the class; transformers 5 wants true or false.
+# Here, as in older versions of the class, their truth value counts; transformers 5 accepts only
+# true or false.
 _TRUTHS = frozenset({"attn_temperature_tuning"})
-# What a refusal may name in place of a setting.
+# Settings that a refusal may name instead.
 _NAMES = OPPOSED | {"architectures": ["architecture"], "model_type": ["describes a"]}
 
 
@@ -46,7 +47,7 @@ def random_changes(
     """Draw changes of one setting, or now and then of two.
 
     Args:
-        known: settings that are no part of the config, which it may get.
+        known: settings that the config lacks and may get.
     """
     for _ in range(count):
         changed = copy.deepcopy(config)
@@ -56,7 +57,7 @@ def random_changes(
 
 
 def _change(config: dict[str, Any], known: set[str], random: random.Random) -> tuple[str, str]:
-    """Change one setting in its place; return its key, and how."""
+    """Change one setting in place; return its key and the kind of change."""
     section = config
     key = random.choice(sorted(section.keys() | known))
     while isinstance(section.get(key), dict) and section[key] and random.random() < 0.7:
@@ -71,7 +72,7 @@ def _change(config: dict[str, Any], known: set[str], random: random.Random) -> t
 
 
 def _other(value: Any, random: random.Random) -> Any:
-    """Return another value, half of the time one that resembles it."""
+    """Return another value, half of the time one that resembles the old one."""
     near: list[Any] = []
     match value:
         case bool():
@@ -91,7 +92,7 @@ def _other(value: Any, random: random.Random) -> Any:
 
 
 class Judge:
-    """Compares what becomes of a changed config with what transformers makes of it."""
+    """Compares our result of a changed config with that of transformers."""
 
     def __init__(self, oracle: Oracle, config: dict[str, Any], known: dict[str, Any]) -> None:
         self._oracle, self._config, self._known = oracle, config, known
@@ -100,16 +101,16 @@ class Judge:
         self._unread: dict[tuple[str, ...], bool] = {}
 
     def fault(self, change: Change, ours: torch.Tensor | None, refusal: str) -> str:
-        """Say what is wrong with an answer, or with a refusal; empty if nothing is."""
+        """Describe what is wrong with a result or a refusal; empty if nothing is."""
         keys = (change.key, *change.also)
         if ours is None:
             names = [name for key in keys for name in (key, *_NAMES.get(key, ()), "tensor ")]
             is_named = any(name in refusal for name in names)
             return "" if is_named else f"{change}: refused without its name: {refusal:.300}"
         if {"model_type", "architectures"} & {*keys}:
-            return ""  # whose class would be another one
+            return ""  # it would select another class
         theirs = self._oracle.logits(change.config)
-        if theirs is None:  # by its type, perhaps, or for a setting that nobody reads
+        if theirs is None:  # perhaps by its type, or for a setting that nothing reads
             theirs = self._oracle.logits(self._meant(change.config, self._config))
         if theirs is None:
             return f"{change}: accepted, and refused by transformers"
@@ -119,10 +120,10 @@ class Judge:
     def _meant(
         self, changed: dict[str, Any], usual: dict[str, Any], sections: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Write numbers in the type of the class, and leave out what does not count.
+        """Convert numbers to the class's types, and leave out settings without effect.
 
         Args:
-            sections: names of those that the two dictionaries are in.
+            sections: names of the sections that hold the two dictionaries.
         """
         found = dict(changed)
         for key in changed.keys() | usual.keys():
@@ -130,7 +131,7 @@ class Judge:
             if isinstance(value, dict) and isinstance(old, dict):
                 found[key] = self._meant(value, old, (*sections, key))
             elif value is None and key not in usual:
-                found.pop(key, None)  # as absent, also where transformers wants a number
+                found.pop(key, None)  # as if absent, also where transformers requires a number
             elif key in _TRUTHS:
                 found[key] = bool(value)
             elif (value, type(value)) == (old, type(old)):
@@ -146,7 +147,7 @@ class Judge:
         return found
 
     def _in_type(self, key: str, value: Any, old: Any) -> Any:
-        """Return a number in its setting's type, if that holds it."""
+        """Return a number in its setting's type, if that can hold it."""
         form = type(self._known.get(key) if old is None else old)
         if type(value) not in (int, float) or form not in (bool, int, float):
             return value
@@ -162,7 +163,7 @@ class Judge:
         return is_of_latents or (self._config["model_type"], key) in _NOT_AS_GIVEN
 
     def _is_unread(self, *path: str) -> bool:
-        """Return True if no other value of the right type changes anything in transformers."""
+        """Return True if no other value of the right type changes transformers' result."""
         if path not in self._unread:
             *sections, key = path
             given = reduce(dict[str, Any].__getitem__, sections, self._config).get(key)

@@ -1,4 +1,4 @@
-"""Models of real sizes as specs alone, which no machine of a test could hold."""
+"""Models of real sizes as specs without weights, which no test machine could hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NORM, _ROPE = NormSpec(1e-6), RopeSpec(1e4, 128)
 def _decoder(
     hidden: int, layers: int, mixer: tuple[int, int] | Mamba2Spec, mlp: MLPSpec | ExpertsSpec
 ) -> DecoderSpec:
-    """Describe like layers, with attention of so many heads and groups if `mixer` is a pair."""
+    """Describe equal layers; `mixer` as a pair gives attention's heads and groups."""
     attention = AttentionSpec(*mixer, 128, 1.0, _ROPE) if isinstance(mixer, tuple) else mixer
     layer = LayerSpec(attention, mlp, _NORM)
     return DecoderSpec("test", hidden, 128_256, 131_072, (layer,) * layers, _NORM, tied_head=False)
@@ -42,8 +42,8 @@ MODELS = {
     ),
     "70B": _decoder(8192, 80, (64, 8), MLPSpec(28_672, Activation.SILU)),
     "experts": _decoder(2048, 48, (32, 4), ExpertsSpec(768, Activation.SILU, Router(128, 8))),
-    # Each of these exchanges once more in a layer: before the norm of a group that ranks share, and
-    # before the norm of the MLP beside the experts.
+    # Each of these needs one more exchange in a layer: before the norm of a group that ranks share,
+    # and before the norm of the MLP beside the experts.
     "Mamba-2 of one group": _decoder(
         4096, 40, Mamba2Spec(128, 1, 64, 128, 4, _NORM), MLPSpec(12_288, Activation.SILU)
     ),

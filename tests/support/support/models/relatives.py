@@ -1,4 +1,4 @@
-"""Small models of Llama's relatives: apart in norms, positions or the order of rows."""
+"""Small models of Llama's relatives, which differ in norms, positions or the order of rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
             "dim_model_base": 256,
         },
     ),
-    # Norms behind attention and MLP alone, of all heads at once, or after RoPE.
+    # Norms only after attention and MLP, of all heads at once, or after RoPE.
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -88,7 +88,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Those whose GGUF files cannot say it, or have an architecture of their own that is not read.
+# Families that GGUF metadata cannot describe, or whose own GGUF architecture we do not read.
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-slides": (
         "smollm3",
@@ -117,7 +117,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    # Llama's class with settings of its own; RoPE that would grow behind its context.
+    # Llama's class with other settings; RoPE that would grow beyond its context.
     "internlm3": (
         "internlm3",
         {

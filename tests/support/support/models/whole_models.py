@@ -1,4 +1,4 @@
-"""Tiny models of transformers of which text is one part, and their makers' own forms of files."""
+"""Tiny models of transformers with a text part, and their makers' own forms of files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Under the names of every class: each takes those that it knows.
+# Under the names of all classes: each class takes those that it knows.
 _VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,
@@ -75,7 +75,7 @@ _LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-# Settings of the text part by the whole's model_type; all are read by native families.
+# Settings of the text part by the whole's model_type; native families read all of them.
 WHOLES: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
     "gemma4": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
@@ -113,8 +113,8 @@ WHOLES: dict[str, dict[str, Any]] = {
     },
     "voxtral": {},
 }
-# The same of wholes whose text part runs by transformers' modules: by a class of its own, or by the
-# whole's, of which the other parts are left out.
+# The same for wholes whose text part transformers' modules run: in a class of its own, or in the
+# whole's class, without the other parts.
 FALLBACK_WHOLES: dict[str, dict[str, Any]] = {
     "aria": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "ernie4_5_vl_moe": {
@@ -132,7 +132,7 @@ FALLBACK_WHOLES: dict[str, dict[str, Any]] = {
 
 
 def whole_model(model_type: str, text: dict[str, Any]) -> Any:
-    """Build a random one in the mode for answers, whose every part shows in the logits."""
+    """Build a random model in eval mode, whose every part shows in the logits."""
     import torch
     import transformers
     from support.models.causal_models import MOST_PARAMETERS
@@ -167,11 +167,11 @@ def whole_model(model_type: str, text: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MakersForm:
-    """How makers of a whole with code of its own store a text part.
+    """How makers store the text part of a model with its own code.
 
     Attributes:
-        section: where its settings lie, outermost first; empty: beside the others.
-        layers: what `model.` is in the names of its tensors.
+        section: path to its settings, outermost first; empty: at the top level.
+        layers: the prefix that replaces `model.` in the names of its tensors.
         head: the head's name.
         whole: further settings of the whole.
         beside: names of other parts' tensors.
@@ -187,7 +187,7 @@ class MakersForm:
 
 
 _OWN_CODE = {"auto_map": {"AutoModel": "modeling.Whole"}}
-# By the name of the causal class whose text it is, and of the form.
+# By the name of the causal class that runs the text part, and of the form.
 MAKERS_FORMS: dict[str, tuple[str, MakersForm]] = {
     "deepseek_vl2": (
         "llama",

@@ -1,9 +1,9 @@
-"""Runs a quantization again and again, killed each time, until it comes to its end.
+"""Runs a quantization again and again, killed each time, until it finishes.
 
 A script, so that torch is imported once and its threads begin in the children: a fork of this
-process is a fresh run. Prints a line of JSON for each result: {"kills": ..., "layers": [...]}, the
-layers in the order in which runs began to read them, and "published" where it got its name: what
-comes after that replaces it.
+process is a fresh run. Prints a line of JSON for each result: {"kills": ..., "layers": [...]}. The
+layers are in the order in which runs began to read them. "published" marks where the result got its
+name; what comes after that replaces it.
 
 Usage: killed_runs.py MODEL TEXT METHOD:(writes|moments):SEED:OUT...
 """
@@ -28,7 +28,7 @@ from appliance.quant.run.staging import StagingFolders
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk.pieces import FloatReader
 
-# Every way in which the pipeline changes what is on the disk.
+# All the ways in which the pipeline changes the disk.
 CHANGES = [
     *((os, name) for name in ("fsync", "pwrite", "write", "posix_fallocate", "unlink", "rmdir")),
     *((Path, name) for name in ("rename", "replace", "mkdir", "write_bytes", "write_text")),
@@ -62,7 +62,7 @@ def die_at(call: int) -> None:
 def live_until(moment: int) -> Iterator[int]:
     """Count the calls and returns of the main thread's functions; kill this process at one of them.
 
-    Processor time would do as well, had its clock more than a few ticks in a run.
+    Processor time would serve as well if its clock ticked more than a few times in a run.
     """
     moments = itertools.count(1)
 
@@ -80,13 +80,13 @@ def main() -> None:
         method, how, seed, out = run.split(":", 3)
         found = until_it_ends(model, out, text, method, int(seed), how)
         sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()  # or the next fork would write it again
+        sys.stdout.flush()  # else the next fork would write it again
 
 
 def until_it_ends(
     model: str, out: str, text: str, method: str, seed: int, how: str
 ) -> dict[str, Any]:
-    """Run and kill it; returns what is printed."""
+    """Run it and kill it until it finishes; return what it prints."""
     rng = random.Random(seed)
     trace = Path(out).with_name("trace")
     options = QuantizeOptions(
@@ -133,7 +133,7 @@ def until_it_ends(
             finally:
                 os._exit(int(sys.exc_info()[0] is not None))
         _, status = os.waitpid(child, 0)
-        if how == "moments" and not kills:  # the first one tells how many moments a run has
+        if how == "moments" and not kills:  # the first run counts the moments of a run
             shutil.rmtree(out)
             trace.unlink(missing_ok=True)
             continue

@@ -1,4 +1,4 @@
-"""Quality cards for tests, with figures that nobody measured."""
+"""Quality cards for tests, with invented figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_comparison(kld: float = 0.25, same_top: float = 80.0) -> Comparison:
 def make_card(
     kld: float = 0.25, same_top: float = 80.0, name: str = "tiny-W4", fingerprint: str = "f"
 ) -> Card:
-    """A card with every part."""
+    """Make a card with every part."""
     return Card(
         created="2026-01-02T03:04:05+00:00",
         version="0",

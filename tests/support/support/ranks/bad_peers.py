@@ -1,6 +1,6 @@
-"""Stands for `python -m appliance.engine.ranks` where sums are bad: `bad_peers.py FAULT ...`.
+"""Replaces `python -m appliance.engine.ranks` with ranks whose sums fail: `bad_peers.py FAULT ...`.
 
-They hang or change data; with "peers" before only where NCCL would go from peer to peer.
+The sums hang or change data; after "peers" only where NCCL would go from peer to peer.
 """
 
 from __future__ import annotations

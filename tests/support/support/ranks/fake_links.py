@@ -1,4 +1,4 @@
-"""Links as bad as links can be, on a clock of their own."""
+"""Links with planted faults, on a clock of their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class FakeLink:
-    """Takes the time that its speed says.
+    """A link that takes the time of its speed.
 
     Attributes:
-        hangs_after: messages that still come back; None: all do.
-        breaks_after: messages after which one number is changed by one; None: none ever.
+        hangs_after: messages that come back before it hangs; None: it never does.
+        breaks_after: messages before it adds one to a number; None: it never does.
         spent: seconds so far.
     """
 

@@ -1,6 +1,6 @@
-"""Stands for the process that tests devices' links: `fake_probe.py FAULT ORDER`.
+"""Replaces the process that tests devices' links: `fake_probe.py FAULT ORDER`.
 
-The straight path hangs, dies or changes data, or both paths do; or nothing is ever told.
+The direct path hangs, dies or changes data, or both paths do; or the probe never reports.
 """
 
 from __future__ import annotations

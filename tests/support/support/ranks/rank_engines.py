@@ -1,4 +1,4 @@
-"""Engines of several ranks, and prompts that share prefixes and do not all fit."""
+"""Engines of several ranks, and prompts that share prefixes and do not all fit into the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import Candidate, SequenceDelta
     from appliance.engine.run.device import Device
 
-# The four prompts and their answers take twice as many, so that sequences give way and come back.
+# The four prompts and their answers need twice as many, so that sequences are preempted and
+# resumed.
 CACHED_TOKENS = 192
 PREFIX = list(range(3, 51))
 PROMPTS = [[*PREFIX, *range(70, 80)], [*PREFIX, 80], list(range(90, 28, -1)), [5, 6, 7] * 21]
@@ -76,7 +77,7 @@ def assert_best(
     expected: Sequence[Sequence[tuple[Candidate, ...]]],
     closeness: float,
 ) -> None:
-    """Assert that answers part only where the log probabilities of the two best are close."""
+    """Assert that answers diverge only where the log probabilities of the two best are close."""
     for own, places in zip(found, expected, strict=True):
         assert len(own) == len(places)
         for token_id, (best, second) in zip(own, places, strict=True):
@@ -87,7 +88,7 @@ def assert_best(
 
 
 def assert_a_rank_takes_the_engine_along(engine: LLMEngine) -> None:
-    """Kill rank 1; assert that the engine names it and goes on with nothing."""
+    """Kill rank 1; assert that the engine names it and runs no further step."""
     pid = engine.info.ranks[1].pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: each has its part of a model and a cache of its own."""
+"""Ranks as threads of one process, each with its part of a model and its own cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Memory:
 
 
 class RankThreads:
-    """A model's parts, whose steps run side by side."""
+    """A model's parts, whose steps run concurrently."""
 
     def __init__(self, source: ModelSource, split: Split, max_rows: int) -> None:
         self.shards = shard_source(source, split)

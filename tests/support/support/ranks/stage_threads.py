@@ -1,4 +1,4 @@
-"""Stages as threads of one process: each has its layers of a model and a cache of its own."""
+"""Stages as threads of one process, each with its layers of a model and its own cache."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class StageThread:
         return logits_of(executor, token_ids, **settings)
 
     def run(self, step: RankStep, cache: NativeCache) -> Tensor:
-        """Run a step; what stages after the first return has no meaning."""
+        """Run a step; results of stages after the first are meaningless."""
         group: Any = self.group
         work = PipelineWork(cast("NativeDecoder", self), self.stage, group, self.shared)
         answers = work.run(step, cache)
@@ -106,7 +106,7 @@ class StageThread:
 
 
 class StageThreads:
-    """A model's stages, whose steps run side by side."""
+    """A model's stages, whose steps run concurrently."""
 
     def __init__(self, source: ModelSource, bounds: tuple[int, ...], max_rows: int) -> None:
         size, spec = len(bounds) - 1, source.spec
@@ -129,6 +129,6 @@ class StageThreads:
             return list(pool.map(function, self.stages))
 
     def logits_of(self, token_ids: Sequence[int], **settings: Any) -> Tensor:
-        """Return what the first stage has of logits; see `teacher_forcing.logits_of`."""
+        """Return the first stage's logits; see `teacher_forcing.logits_of`."""
         logits: Tensor = self.run(lambda stage: stage.logits_of(token_ids, **settings))[0]
         return logits

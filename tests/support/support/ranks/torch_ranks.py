@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class TorchRankThreads:
-    """A model's parts, whose steps run side by side in float32."""
+    """A model's parts, whose steps run concurrently in float32."""
 
     def __init__(self, source: ModelSource, split: Split) -> None:
         self.shards = shard_source(source, split)

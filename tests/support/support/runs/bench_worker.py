@@ -1,4 +1,4 @@
-"""What a supervised process does in the tests of the supervisor."""
+"""The work of a supervised process in the tests of the supervisor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def work(kinds: tuple[str, ...], tell: Tell, done: frozenset[str]) -> None:
-    """Measure one thing after another; the kind says what becomes of it."""
+    """Measure one thing after another; the kind decides what happens to it."""
     tell(facts=len(done))
     os.write(1, b"a library talks\n")
     for number, kind in enumerate(kinds):
@@ -34,5 +34,5 @@ def work(kinds: tuple[str, ...], tell: Tell, done: frozenset[str]) -> None:
 
 
 def fail(tell: Tell, done: frozenset[str]) -> None:
-    """End before anything was begun."""
+    """End before the first measurement."""
     sys.exit(1)

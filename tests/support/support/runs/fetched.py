@@ -1,4 +1,4 @@
-"""What `scripts/test_tools` fetches beside our environment, since it would clash with that."""
+"""Tools that `scripts/test_tools` fetches outside our environment, which would conflict with it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def python_clients() -> Path:
 
 
 def node_packages() -> Path:
-    """The folder of packages for Node; skips the test where there is no Node."""
+    """The folder of Node packages; skips the test if Node is missing."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node and npm are not installed")
     return _fetched("node")
 
 
 def agent(name: str) -> Path:
-    """A coding agent; skips the test where none was fetched: they take 1.5 GB."""
+    """A coding agent; skips the test if it was not fetched: the agents take 1.5 GB."""
     program = ROOT / ".cache/tools/agents/node_modules/.bin" / name
     if not program.exists():
         pytest.skip(f"no {name} is there; scripts/test_tools agents fetches it")

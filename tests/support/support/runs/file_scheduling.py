@@ -1,7 +1,7 @@
-"""How a parallel run (`pytest -n`) shares the tests out: in units, of which the longest come first.
+"""How a parallel run (`pytest -n`) distributes tests: in units, the longest first.
 
-A unit is a file, but for what one child process runs, for clients of one server or browser, and for
-files whose tests take long and share nothing.
+A unit is a file. Exceptions are the tests of one child process, the clients of one server or
+browser, and files whose tests take long and share nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-# What one child process runs, and waits for, in the worker that gets the first of its tests.
+# One child process runs these tests; the worker that gets the first of them waits for it.
 ONE_UNIT = "tests/kernels/executed"
-# All its files ask one server, which each worker with one of them would start.
+# All files of this folder use one server, which each worker with one of them would start.
 CLIENTS = "tests/e2e/clients"
-# Files that share a browser, of which each worker with one of them would start its own.
+# These files share a browser; each worker with one of them would start its own.
 IN_BROWSER = "tests/server/dashboard/test_page_in_browser.py"
-# Their tests are units of their own.
+# Each test of these files is a unit.
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
 # Seconds of each unit in a whole run, by `scripts/test --store-durations`. A worker that begins a
 # long one last leaves the others without work.
 DURATIONS = Path(__file__).parents[3] / "durations.json"
-LEAST_SECONDS = 5  # shorter ones are left out
+LEAST_SECONDS = 5  # shorter units are not stored
 
 
 def unit_of(nodeid: str) -> str:
@@ -47,7 +47,7 @@ def durations() -> dict[str, int]:
 
 
 def longest_first(items: list[pytest.Item], seconds: dict[str, int]) -> None:
-    """Sort tests by what their unit takes, then files with slow ones before others."""
+    """Sort tests by the time of their unit, then files with slow tests before others."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
 
     def place(item: pytest.Item) -> tuple[int, bool]:
@@ -57,7 +57,7 @@ def longest_first(items: list[pytest.Item], seconds: dict[str, int]) -> None:
 
 
 class Stopwatch:
-    """Adds up what units take in a run, for the runs after it."""
+    """Adds up the time of each unit in a run, for later runs."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -66,7 +66,7 @@ class Stopwatch:
         self._seconds[unit_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        """Store them, the longest first."""
+        """Store the times, the longest first."""
         long = {
             unit: round(seconds)
             for unit, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
@@ -76,10 +76,10 @@ class Stopwatch:
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives a worker that is about to run out of tests the next unit, as they were collected."""
+    """Gives a worker that is about to run out of tests the next unit, in order of collection."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
-        config.option.loadscopereorder = False  # it would begin with the most tests, however quick
+        config.option.loadscopereorder = False  # it would put most tests first, however quick
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:

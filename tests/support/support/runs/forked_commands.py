@@ -1,6 +1,6 @@
 """Commands of `appliance` in processes of their own, forked from one that imported them once.
 
-A start as a person makes it, with its imports, is in tests/e2e; here it is left out of each case.
+tests/e2e starts commands as a person does, imports included; forks spare each case that cost.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Finished = subprocess.CompletedProcess[str]
 
 
 class ForkedCommands:
-    """Runs one command after the other."""
+    """Runs commands one after another."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
         self._streams = folder / "stdout", folder / "stderr"
 
     def run(self, *arguments: str | Path, code: str = MAIN, **environment: str) -> Finished:
-        """Return how `appliance` with these arguments ended, and what it wrote.
+        """Run `appliance` with these arguments; return its status and output.
 
         Args:
-            arguments: that it finds in `sys.argv`.
-            code: runs other code of Python instead.
-            environment: what it sees beside the environment of all.
+            arguments: for `sys.argv`.
+            code: other Python code to run instead.
+            environment: variables besides those of all commands.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -67,10 +67,10 @@ def forked_commands(
     """Start the process to fork from.
 
     Args:
-        folder: for what commands write.
-        modules: that it imports, since each command would.
-        again: a package among them that each command imports once more, with its environment.
-        environment: what commands see beside this process's.
+        folder: for the commands' output.
+        modules: to import once, since each command would import them.
+        again: a package among them that each command imports again, with its environment.
+        environment: the commands' variables besides this process's.
     """
     with subprocess.Popen(
         [sys.executable, __file__, again, *modules],

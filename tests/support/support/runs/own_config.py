@@ -1,4 +1,4 @@
-"""No configuration but that of the test: fixtures for the rooms that read it."""
+"""Fixtures that leave a test no configuration but its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WriteConfig = Callable[[str], Path]
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No variable of ours, and a configuration folder of the test's own."""
+    """Remove our variables, and use a configuration folder of the test's own."""
     for variable in os.environ:
         if variable.startswith("APPLIANCE_"):
             monkeypatch.delenv(variable)
@@ -22,7 +22,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> WriteConfig:
-    """Writes the configuration file of the usual place; it is this user's alone."""
+    """Write the configuration file at its usual path, readable by this user alone."""
 
     def write(text: str) -> Path:
         path = tmp_path / "config" / "appliance" / "config.toml"

@@ -1,7 +1,7 @@
-"""Wait in a test until something is true: the one way, with a limit that only a hang reaches.
+"""Waits in a test until something is true: the only way, with a limit that only a hang reaches.
 
-A test does not sleep for what another process or thread does, and its verdict does not hang on how
-long anything took: the machine may be busy with other work.
+A test does not sleep for what another process or thread does, and its verdict does not depend on
+how long anything took: the machine may be busy with other work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 
 import psutil
 
-LIMIT = 300.0  # seconds; with a seventh of a core 60 were too few
+LIMIT = 300.0  # seconds; on a seventh of a core 60 were too few
 PAUSE = 0.005
 
 Found = TypeVar("Found")
@@ -25,7 +25,7 @@ def wait_until(condition: Callable[[], Found], words: Words = "") -> Found:
     """Wait until a condition holds.
 
     Args:
-        condition: looks at what another process or thread does.
+        condition: observes another process or thread.
         words: for the failure, should it never hold; without them, the condition's own source.
 
     Returns:
@@ -47,10 +47,10 @@ async def until(condition: Callable[[], Found], words: Words = ...) -> Found: ..
 
 
 async def until(condition: Callable[[], Any], words: Words = "") -> Any:
-    """Wait until a condition holds, which may itself be awaited, while the loop goes on.
+    """Wait until a condition holds, while the loop goes on; the condition may be a coroutine.
 
     Args:
-        condition: looks at what another process, thread or task does.
+        condition: observes another process, thread or task.
         words: for the failure, should it never hold; without them, the condition's own source.
 
     Returns:
@@ -68,9 +68,9 @@ async def until(condition: Callable[[], Any], words: Words = "") -> Any:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process runs no more, collected by its parent or not.
+    """Whether a process has ended, whether or not its parent has waited for it.
 
-    An orphan stays a zombie where the first process of the container collects nobody.
+    An orphan stays a zombie if the container's first process does not wait for it.
     """
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -1,4 +1,4 @@
-"""A cell of the feed (`events.Snapshot.cells`), which is one block in a 32-bit word, by parts."""
+"""Encodes a block of the feed as a 32-bit word (`events.Snapshot.cells`), and decodes it."""
 
 from __future__ import annotations
 

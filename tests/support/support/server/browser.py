@@ -18,11 +18,11 @@ DESK = {"width": 1280, "height": 800}
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A browser of this machine; skips the test where there is none."""
+    """This machine's browser; skips the test if there is none."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip("no Chromium is installed; on Debian: apt-get install chromium")
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # it has none for root
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=found, args=arguments)
         try:
@@ -35,7 +35,7 @@ async def chromium() -> AsyncIterator[Browser]:
 async def opened(
     browser: Browser, url: str, *, width: int = 1280, height: int = 800, scheme: str = "light"
 ) -> AsyncIterator[tuple[Page, list[str]]]:
-    """A page, and all that it complains of or asks other servers for."""
+    """A page, and all its complaints and requests to other servers."""
     context = await browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme="dark" if scheme == "dark" else "light",
@@ -49,7 +49,7 @@ async def opened(
         lambda message: (
             complaints.append(message.text)
             if message.type in ("error", "warning")
-            # What a test reads from a canvas is slow; the page reads nothing from it.
+            # Chromium warns that a test reads a canvas slowly; the page itself reads none.
             and not message.text.startswith("Canvas2D")
             else None
         ),

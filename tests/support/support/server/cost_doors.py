@@ -1,4 +1,4 @@
-"""Doors of the server: calls with inputs of a shape and a size, whose growth a test judges."""
+"""Doors of the server: calls with inputs of a given shape and size, whose growth a test judges."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from support.server.growth import CountedText, check_growth
 
 from appliance.errors import ApplianceError
 
-SECONDS, KNOWN_SECONDS = 0.02, 0.1  # of the processor, for the largest input of a shape
+SECONDS, KNOWN_SECONDS = 0.02, 0.1  # processor seconds, for the largest input of a shape
 SHAPES = int(os.environ.get("APPLIANCE_TEST_COSTS", "0"))
 Make = Callable[[Any, int], Callable[[], object]]
 
 
 class Door(NamedTuple):
-    """What is called with inputs of which shapes.
+    """A call, and the shapes of its inputs.
 
     Attributes:
         make: prepares a call from a shape and a size.
-        size: the smallest, at which a call takes some hundred lines.
+        size: the smallest, with which a call takes some hundred lines.
         known: shapes to try in any case, with larger inputs.
     """
 
@@ -35,7 +35,7 @@ class Door(NamedTuple):
     known: tuple[Any, ...]
 
     def measure(self, shape: Any, enough: float) -> None:
-        self.make(shape, self.size)()  # what is made once, such as a compiled expression
+        self.make(shape, self.size)()  # makes what is made once, such as a compiled expression
         check_growth(lambda size: self.make(shape, size), self.size, enough)
 
 
@@ -54,7 +54,7 @@ class Doors(dict[str, Door]):
         return add
 
     def check(self, name: str) -> None:
-        """Measure known shapes and those that Hypothesis makes."""
+        """Measure known shapes and those that Hypothesis generates."""
         door = self[name]
         for shape in door.known:
             door.measure(shape, KNOWN_SECONDS)
@@ -82,7 +82,7 @@ UNITS = st.lists(
 
 
 def lenient(call: Callable[[], object]) -> Callable[[], object]:
-    """Return the call; what it refuses must not cost more either."""
+    """Return a call that ignores refusals, which must not cost more either."""
 
     def refusing() -> None:
         with contextlib.suppress(ApplianceError, msgspec.MsgspecError, ValueError, RecursionError):
@@ -102,7 +102,7 @@ def halves(units: list[str], size: int) -> str:
 
 
 def names(kind: str, count: int) -> Iterator[CountedText]:
-    """Yield names: all equal, all different, or of a few."""
+    """Yield names: all equal, all different, or a few repeated."""
     for number in range(count):
         yield CountedText(
             f"name_{0 if kind == 'equal' else number % 3 if kind == 'few' else number}"

@@ -1,8 +1,8 @@
-"""Every route of the server with a request that it answers, found in the server's own table.
+"""Every route of the server with a request that it answers, taken from the server's own table.
 
-The bodies are put together from the fields that a route's document has, so a new route with the
-fields of the others is tried by itself, and one that needs something else fails the tests that walk
-the table until `FIELDS` has it.
+Bodies are built from the fields in a route's document. A new route with known fields is thus tried
+automatically; one that needs another field fails the tests that walk the table until `FIELDS` has
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
     from starlette.types import Message
 
-# The first group that a route has gives its question.
+# A route's question is in the first of these groups of fields that it has.
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "hello"}]},
     {"prompt": "hello"},
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
 }
 PATHS = {"model_id": "echo", "name": "sql", "index": "0", "path": "app.js"}
 ENDLESS = "/admin/v1/events"
-ENDS_IN = 60.0  # seconds, within which only a hang does not
+ENDS_IN = 60.0  # seconds; only a hang takes longer
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Call:
     method: str
     path: str
     body: dict[str, Any] | None = None
-    may_miss: bool = False  # it names something that may not be there: 404 is right
-    again: bool = False  # it may be sent again, by its Idempotency-Key
+    may_miss: bool = False  # it names something that may not exist: 404 is right
+    again: bool = False  # a client may repeat it, by its Idempotency-Key
 
     def __str__(self) -> str:
         streams = "" if self.body is None or "stream" not in self.body else " whole"
@@ -60,7 +60,7 @@ class Call:
         return f"{self.method} {self.path}{streams}{' again' if self.again else ''}"
 
     def asking(self, text: str, tokens: int) -> Call:
-        """The same with another text and number of tokens."""
+        """The same request with another text and number of tokens."""
 
         def other(value: Any) -> Any:
             if value == "hello":
@@ -79,7 +79,7 @@ class Call:
 
 
 def every_call(app: FastAPI) -> Iterator[Call]:
-    """A call for each handler of the table, whole and streamed where it can stream."""
+    """A call for each handler of the table, whole, and streamed if it can stream."""
     document = app.openapi()
     structs = document["components"]["schemas"]
     for route in {one.endpoint: one for one in _flat(app.routes)}.values():
@@ -104,7 +104,7 @@ def every_call(app: FastAPI) -> Iterator[Call]:
 
 
 def _flat(routes: Iterable[BaseRoute]) -> Iterator[Route]:
-    """The routes of an app, those of its routers among them."""
+    """The routes of an app, including those of its routers."""
     for route in routes:
         if isinstance(route, Route):
             yield route
@@ -118,7 +118,7 @@ class _Paths(dict[str, str]):
 
 
 class Client:
-    """What one request sends and gets, without a socket.
+    """What one request sends and receives, without a socket.
 
     Args:
         on_send: called before each message of the answer is taken; may raise as a socket does.
@@ -166,7 +166,7 @@ class Client:
         return b"".join(one.get("body", b"") for one in self.messages)
 
     async def ended(self, task: asyncio.Task[None]) -> None:
-        """Wait until the task that answers ends, as it does soon when the client is gone."""
+        """Wait until the answering task ends, which it does soon after the client has gone."""
         _, goes_on = await asyncio.wait([task], timeout=ENDS_IN)
         for one in goes_on:
             one.cancel()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import socket
 
-# Neither the system's own choices nor those of Ray's workers, which would be given away before a
-# server takes them.
+# Excludes the ports that the system assigns and those of Ray's workers, which would be given away
+# before a server takes them.
 _CANDIDATES = random.SystemRandom().sample(range(20_000, 32_000), 12_000)
 
 
 def free_port() -> int:
-    """Find a port that is free now, another in each call."""
+    """Find a port that is free now; each call returns another one."""
     while True:
         port = _CANDIDATES.pop()
         with socket.socket() as probe:

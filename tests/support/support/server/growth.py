@@ -1,9 +1,9 @@
-"""Counts what a call costs, and judges how that grows with its input.
+"""Counts the cost of a call, and judges how it grows with the input.
 
-Lines of Python are counted, which no busy machine changes. Comparing and hashing in C (a search in
-a list, a set that is built) counts too where the texts are `CountedText`, whose comparisons are
-Python. What else C and Rust do, such as copying and matching, shows in the processor's time alone:
-that is compared within one run, with inputs that are large enough for it.
+The cost is the number of executed lines of Python, which a busy machine does not change. Comparing
+and hashing in C (a search in a list, building a set) counts too for texts of `CountedText`, whose
+comparisons are Python. Other work of C and Rust, such as copying and matching, shows only in
+processor time: that is compared within one run, with inputs that are large enough for it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from types import FrameType
 from typing import Any
 
 TIMES = (1, 2, 4, 8)
-ENDS = (TIMES[0], TIMES[-1])  # which decide; those between show how it grows
-# Eight times the input may cost 8 * log(8n) / log(n) times as much, and a third as much again;
+ENDS = (TIMES[0], TIMES[-1])  # these decide; the sizes between show how the cost grows
+# An input eight times as large may cost 8 * log(8n) / log(n) times as much, and a third more;
 # growth with the power 1.5 costs 23 times as much, with the square 64 times.
 MOST = 14.0
 MOST_MEMORY = 10.0
 ATTEMPTS = 3
-SLACK = 500  # lines that are no matter of the input
+SLACK = 500  # lines that do not depend on the input
 SLACK_BYTES = 100_000
-SHORT = 0.004  # seconds of the processor that say nothing yet
+SHORT = 0.004  # processor seconds, too few to tell anything
 LARGEST = 1024  # times the smallest input
 
 Make = Callable[[int], Callable[[], object]]
@@ -90,10 +90,10 @@ def check_growth(make: Make, size: int, enough: float) -> None:
     """Fail if work grows faster than n log n, or memory faster than n.
 
     Args:
-        make: prepares a call whose input has a size; what it does itself does not count.
+        make: prepares a call with an input of a size; the preparation does not count.
         size: the smallest.
-        enough: seconds of the processor that the largest input takes. Copying of a whole list or
-            text for each of its parts exceeds the rest of the work late.
+        enough: processor seconds of the largest input. Copying a whole list or text for each of its
+            parts exceeds the rest of the work only with large inputs.
     """
     work = [lines_of(make(size * times)) for times in ENDS]
     if work[-1] > MOST * work[0] + SLACK:
@@ -104,7 +104,7 @@ def check_growth(make: Make, size: int, enough: float) -> None:
 
 
 def _repeated(check: Callable[[], None]) -> None:
-    """Fail if a check fails each time: another thread's memory, or work beside it, may do once."""
+    """Fail if a check fails each time: another thread's work or memory may fail it once."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(AssertionError):
             check()
@@ -118,12 +118,12 @@ def _check_bytes(make: Make, size: int) -> None:
 
 
 def _check_seconds(make: Make, size: int, enough: float) -> None:
-    """Double the input until it takes long enough; two steps in a row must not grow too fast."""
+    """Double the input until it takes long enough; two steps in a row must not be too steep."""
     found: list[float] = []
     calls: list[Callable[[], object]] = []
     steep = 0
     gc.collect()
-    gc.disable()  # it would run for one size and not for another
+    gc.disable()  # a garbage collection would run for one size and not for another
     try:
         while size << len(found) <= size * LARGEST:
             calls.append(make(size << len(found)))
@@ -136,7 +136,7 @@ def _check_seconds(make: Make, size: int, enough: float) -> None:
                 assert steep < 2, f"seconds at {size} and each twice as much: {found}"
             has_ended = (
                 len(found) > 5 and found[-1] < 1.2 * found[-3]
-            )  # what is too large is refused
+            )  # the server refuses too large an input
             if (found[-1] >= enough and not steep and len(found) > 3) or has_ended:
                 return
     finally:

@@ -1,4 +1,4 @@
-"""Prometheus' own checker, which `scripts/test` fetches where it may."""
+"""Prometheus' own checker, which `scripts/test` fetches if it may."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FETCHED = Path(__file__).parents[4] / ".cache" / "tools" / "promtool"
 
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run it; skips the test where there is none."""
+    """Run promtool; skips the test if it is missing."""
     found = shutil.which("promtool") or (str(FETCHED) if FETCHED.exists() else None)
     if found is None:
         pytest.skip("no promtool is installed; scripts/test_tools fetches it on Debian")

@@ -34,7 +34,7 @@ class RayCluster:
             **os.environ,
             "APPLIANCE_API_KEY": KEY,
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",  # Ray gives its workers the last turn else
+            "RAY_worker_niceness": "0",  # else Ray gives its workers the last turn
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -49,7 +49,7 @@ class RayCluster:
             said = self._log.read_text()[-2000:]
             raise AssertionError(f"Ray did not start {STARTS} times:\n{said}")
         self._commands = self._held.enter_context(
-            # Ray reads the last one when it is imported.
+            # Ray reads the last variable at import.
             forked_commands(folder, IMPORTED, **self._environment, RAY_ENABLE_AUTO_CONNECT="0")
         )
 
@@ -75,7 +75,7 @@ class RayCluster:
         return False
 
     def end(self) -> None:
-        """End all of it, by process ids."""
+        """End all its processes, by process id."""
         self._held.close()
         processes: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,7 +102,8 @@ class RayCluster:
 @contextlib.contextmanager
 def ray_cluster_running() -> Iterator[RayCluster]:
     """Start a cluster, and end it with its folder."""
-    # Sockets in the folder have names of at most 107 characters, which pytest's would use up.
+    # Sockets in the folder have names of at most 107 characters; pytest's folder names are too
+    # long.
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     cluster = RayCluster(folder)
     try:

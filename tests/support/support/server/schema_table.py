@@ -1,4 +1,4 @@
-"""JSON schemas by the feature that they are about, of the kinds that JSONSchemaBench counts."""
+"""JSON schemas by the feature that they test, of the kinds that JSONSchemaBench counts."""
 
 from __future__ import annotations
 
@@ -193,12 +193,12 @@ SCHEMAS: dict[str, list[Any]] = {
     ],
 }  # fmt: skip
 
-# Answers that the library lets through although they are none: with 1.9 there is one.
+# Wrong answers that the library accepts nevertheless: 1.9 accepts one.
 DEPARTURES: list[tuple[Any, str]] = [
     ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, "0"),
 ]
 
-# Every keyword that is refused in some form, in a form that is.
+# For each keyword with a refused form, that form.
 REFUSED: list[tuple[str, Any]] = [
     ("$dynamicRef", {"$dynamicRef": "#node"}),
     ("$recursiveRef", {"$recursiveRef": "#"}),

@@ -1,7 +1,7 @@
 """Sequences over a block manager, with a model of the memory that its tables point into.
 
-Whatever a block table promises can be read back. What is evicted goes outside, by its hash, and
-comes back when a sequence that begins alike is admitted.
+Whatever a block table promises can be read back. Evicted blocks go outside, by their hash, and come
+back when a sequence with the same prefix is admitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from appliance.events import BlockState
 MAX_SEQUENCES = 4
 UNIQUE_TOKEN = 99
 
-seen: Counter[str] = Counter()  # how often what matters came up
+seen: Counter[str] = Counter()  # how often each notable case came up
 
 
 class BlockHistory:
@@ -46,9 +46,11 @@ class BlockHistory:
         self.holders: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.outside: dict[bytes, list[Content]] = {}
-        # Of preempted ones the block that is not full, and tokens in all.
+        # Of preempted sequences: the number of their tokens, and the content of the block that is
+        # not full.
         self.last: dict[Sequence, tuple[int, list[Content]]] = {}
-        # Of sequences that begin with some, until the step has run: index of the first, and what.
+        # Of sequences whose admission loads blocks, until the step has run: index of the first
+        # block, and the contents.
         self.loads: dict[Sequence, tuple[int, list[tuple[int, list[Content]]]]] = {}
         self.blocks.pool.on_evict = self.evicted
         self.slots = list(range(1, MAX_SEQUENCES + 1))
@@ -76,10 +78,10 @@ class BlockHistory:
         self.outside[content] = self.memory.full(block)
 
     def load(self, sequence: Sequence) -> None:
-        """Continue a block table with what lies outside; the books know, but nobody finds it."""
+        """Continue a block table from outside; the manager counts these blocks, but finds none."""
         size = self.blocks.block_size
         first, num_last = divmod(sequence.num_computed, size)
-        if num_last or self.blocks.states is not None:  # the simulation brings states back
+        if num_last or self.blocks.states is not None:  # the simulation loads states
             return
         num_full = (len(sequence.token_ids) - 1) // size
         self.blocks.index.extend_hashes(sequence, num_full)
@@ -99,7 +101,7 @@ class BlockHistory:
         seen["blocks loaded"] += len(blocks)
 
     def admit(self, sequence: Sequence, fails: bool = False) -> None:
-        """Attach what is found and compute at least a token, as admission does."""
+        """Attach the hit and compute at least a token, as admission does."""
         prefix = self.blocks.find_prefix(sequence)
         cost = self.blocks.cost_of_admission(sequence, prefix)
         if cost > self.blocks.num_free_blocks:
@@ -135,7 +137,7 @@ class BlockHistory:
             self.run([(sequence, rows, copies)])
 
     def fail(self, plan: list[tuple[Sequence, int, tuple[BlockCopy, ...]]]) -> None:
-        """Nothing is known of what a step wrote or copied."""
+        """Fail a step: nothing that it wrote or copied is known."""
         self.blocks.settle()
         self.states.step([entry[:2] for entry in plan], fails=True)
         for sequence, num_tokens, copies in plan:
@@ -157,7 +159,7 @@ class BlockHistory:
             self.blocks.commit(sequence, num_tokens)
 
     def execute(self, plan: list[tuple[Sequence, int, tuple[BlockCopy, ...]]]) -> None:
-        """Copies in any order, then rows, as in a step."""
+        """Execute copies in any order, then rows, as in a step."""
         self.blocks.settle()
         copies = [copy for _, _, of_one in plan for copy in of_one]
         destinations = {copy.destination for copy in copies}
@@ -181,7 +183,8 @@ class BlockHistory:
         copies = self.blocks.allocate(sequence, num_tokens)
         if copies is None:
             assert before == (self.blocks.num_free_blocks, list(sequence.block_table))
-            # Alone and without shared blocks to copy, whatever fits the pool must be granted.
+            # To a sequence that is alone, without shared blocks to copy, the manager must grant
+            # whatever fits the pool.
             alone = len(self.holders) == 1 and not self.forked(sequence)
             fits = sequence.num_computed + num_tokens <= self.blocks.num_slots
             assert not (alone and fits)
@@ -209,7 +212,7 @@ class BlockHistory:
         self.blocks.metadata.begin_step(self.steps)
 
     def check_tables(self) -> None:
-        """Tables and hashes lead to what was computed."""
+        """Check that tables and hashes lead to what was computed."""
         self.states.check()
         for sequence in self.holders:
             for position in range(sequence.num_computed):
@@ -217,7 +220,7 @@ class BlockHistory:
                 assert memory[place] == truth(sequence, position)
 
     def check_cached(self) -> None:
-        """Cached blocks are whole and can be found."""
+        """Check that cached blocks are full and can be found."""
         size = self.blocks.block_size
         states = unpack(self.blocks.metadata.words).state
         for block in (states == BlockState.CACHED).nonzero()[0].tolist():

@@ -1,4 +1,4 @@
-"""The rules of random histories of the block manager; everything is checked after each."""
+"""The rules of random histories of the block manager; each ends with a check of all invariants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.engine.nouns.plan import ScheduledSequence
 from appliance.engine.nouns.sequence import Sequence
 from appliance.engine.scheduling.scheduler import settle_run
 
-# Two tokens and short prompts, most of them with the same start: equal beginnings are the rule.
+# Two tokens and short prompts, most of them with the same start, make equal prefixes the rule.
 START = [0, 1, 1, 0, 1, 0, 0, 1]
 TOKENS = st.builds(
     lambda shared, own: [*START[:shared], *own],
@@ -94,7 +94,7 @@ class BlockMachine(BlockHistory, RuleBasedStateMachine):
         token=st.integers(0, 1),
     )
     def verify(self, pick: int, drafts: list[int], right: int, token: int) -> None:
-        """Write rows of drafts, and keep the first ones; states are the simulation's."""
+        """Write rows of drafts, and keep the first ones; the simulation tests states."""
         sequence = self.holder(pick)
         self.compute(sequence, sequence.num_uncomputed - 1)
         if sequence.num_uncomputed == 0:
@@ -150,7 +150,7 @@ class BlockMachine(BlockHistory, RuleBasedStateMachine):
     @precondition(BlockHistory.has_holder)
     @rule(pick=PICK, token=st.integers(0, 1), width=st.integers(1, 3))
     def grow_beams(self, pick: int, token: int, width: int) -> None:
-        """Others give up what they have and go on where one is, each with a token of its own."""
+        """Replace others by forks of one, each with a token of its own, as beam search does."""
         parent = self.holder(pick)
         self.compute(parent, len(parent.token_ids))
         if parent.num_uncomputed:
@@ -168,7 +168,7 @@ class BlockMachine(BlockHistory, RuleBasedStateMachine):
         seen["beams"] += len(beams)
         plan, rows = [], self.rows
         for beam in (*beams, parent):
-            count = min(rows, beam.num_uncomputed)  # of sealed blocks the rest, once more
+            count = min(rows, beam.num_uncomputed)  # sealed blocks compute the rest again
             copies = self.allocate(beam, count) if count else None
             if copies is not None:
                 plan.append((beam, count, copies))

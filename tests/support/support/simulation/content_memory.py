@@ -1,4 +1,4 @@
-"""A memory whose slots remember what keys and values depend on: the salt and all tokens so far."""
+"""A memory whose slots store what keys and values depend on: the salt and all tokens so far."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ContentMemory:
 
     def __init__(self, blocks: BlockManager, sealed: bool) -> None:
         self.slots: dict[tuple[int, int], Content] = {}
-        self.opened: dict[tuple[int, int], Content] = {}  # open ones
+        self.opened: dict[tuple[int, int], Content] = {}  # slots of open blocks
         self.blocks, self.sealed = blocks, sealed
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Do what a plan begins with."""
+        """Execute the copies at the start of a plan."""
         for copy in copies:
             for at in range(self.blocks.block_size):
                 self.slots[copy.destination, at] = self.slots.get((copy.source, at), NOTHING)
@@ -45,11 +45,11 @@ class ContentMemory:
                     self.opened[copy.open_destination, at] = content
 
     def full(self, block: int) -> list[Content]:
-        """What a full block holds."""
+        """The content of a full block."""
         return [self.slots[block, at] for at in range(self.blocks.block_size)]
 
     def put(self, block: int, contents: list[Content]) -> None:
-        """Fill a block from outside, or its open block as long as it has one."""
+        """Fill a block from outside, or its open block while it has one."""
         opened = self.blocks.open_block(block)
         for offset, content in enumerate(contents):
             if opened >= 0:
@@ -60,7 +60,7 @@ class ContentMemory:
     def place(
         self, sequence: Sequence, position: int
     ) -> tuple[dict[tuple[int, int], Content], tuple[int, int]]:
-        """Where a token's content lies: in a block, or in its open block as long as it has one."""
+        """Where a token's content lies: in a block, or in its open block while it has one."""
         index, offset = divmod(position, self.blocks.block_size)
         is_full = (index + 1) * self.blocks.block_size <= sequence.num_computed
         if self.sealed and not is_full:

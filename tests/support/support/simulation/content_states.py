@@ -1,4 +1,4 @@
-"""Rows of recurrent state that remember all tokens behind them, and what steps do to them."""
+"""Rows of recurrent state that store all tokens before them, and the effect of steps on them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def make(tokens: Iterable[int], salt: str) -> Sequence:
 
 
 class ContentStates:
-    """The states of a model, if it has any.
+    """A model's states, if it has any.
 
     Args:
         blocks: whose `states` point here.
-        shuffle: decides which boundaries get a checkpoint.
-        seen: how often what matters came up.
+        shuffle: chooses the boundaries that get a checkpoint.
+        seen: how often each notable case came up.
     """
 
     def __init__(self, blocks: BlockManager, shuffle: random.Random, seen: Counter[str]) -> None:
@@ -47,7 +47,7 @@ class ContentStates:
         self.rows = [NOTHING] * (0 if blocks.states is None else blocks.states.num_rows)
 
     def step(self, plan: Iterable[tuple[Sequence, int]], *, fails: bool = False) -> None:
-        """Run a step of sequences with so many rows each, and leave it uncommitted."""
+        """Run a step of sequences with so many rows each, without committing it."""
         if self.slots is None:
             return
         entries = [ScheduledSequence(one, one.num_computed, rows, False) for one, rows in plan]
@@ -67,11 +67,11 @@ class ContentStates:
             self.slots.settle()
 
     def discard(self) -> list[Sequence]:
-        """Forget a step that failed; return whose states may be wrong."""
+        """Discard a step that failed; return the sequences whose states may be wrong."""
         return [] if self.slots is None else self.slots.discard_plans()
 
     def check(self) -> None:
-        """What can be found is what its hash says."""
+        """Check that each state that can be found is that of its hash."""
         if self.slots is None:
             return
         size = self.blocks.block_size

@@ -1,7 +1,7 @@
-"""The whole engine under a virtual clock and a virtual model: one script, replayed and judged.
+"""The whole engine under a virtual clock and a virtual model: replays one script and judges it.
 
-Every token that comes out is compared with the one right answer, every sequence must end, and
-once nothing is left to do no block may be held.
+Every token is compared with the only right answer, every sequence must end, and an idle engine must
+hold no block.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.request import Request
     from appliance.engine.nouns.sequence import Sequence
 
-PATIENCE = 300  # steps in which nobody gets a token
-TICK = 1e-9  # seconds, more than a few steps of the clock's last bit
+PATIENCE = 300  # steps in which no sequence gets a token
+TICK = 1e-9  # seconds, more than a few rounding errors of the clock
 MIN_WAIT = 1.0  # seconds: less than a slow disk takes for three reads
-MIN_DISK_TOKENS = 4  # of what is written, and of what is read: prompts are short here
+MIN_DISK_TOKENS = 4  # of what is written and of what is read: prompts are short here
 
 
 @dataclass
 class Simulation:
-    """One engine and everybody around it.
+    """One engine, its clients and its disk.
 
     Args:
-        script: what happens.
-        check_every: steps between two looks at all books.
+        script: arrivals and faults.
+        check_every: steps between two checks of all invariants.
 
     Attributes:
-        seen: how often what matters came up.
+        seen: how often each notable case came up.
     """
 
     script: Script
@@ -58,27 +58,27 @@ class Simulation:
         setting, noise = self.script.setting, random.Random(self.script.noise)
         self.noise = noise
         self.clock = Clock()
-        self.failed = False  # the latest step
-        self.moved = 0  # the last step in which anybody got a token
+        self.failed = False  # whether the latest step failed
+        self.moved = 0  # the last step in which a sequence got a token
         self.live: dict[tuple[str, int], Choice] = {}
-        self.num_tokens = 0  # of answers of this engine
-        self.searches = 0  # that this engine took
-        self.started: set[str] = set()  # requests that something was computed for
-        self.ended: dict[str, list[Choice]] = {}  # of requests that want the best of several
+        self.num_tokens = 0  # of this engine's answers
+        self.searches = 0  # beam searches of this engine
+        self.started: set[str] = set()  # requests of which something was computed
+        self.ended: dict[str, list[Choice]] = {}  # choices of requests for the best of several
         self.disk: VirtualDisk | None = None
         if setting.disk_blocks and setting.prefix_caching:
             self.disk = VirtualDisk(self.clock, setting.disk_blocks, noise)
         self.start()
 
     def start(self) -> None:
-        """Begin with an empty cache; only what the disk has is left of what was before."""
+        """Begin with an empty cache; of an engine before only the disk's blocks are left."""
         self.num_tokens = self.searches = 0
         self.blocks, self.runner, self.tiers, self.scheduler, self.engine = build_engine(
             self.script.setting, self.clock, self.disk, self.noise
         )
 
     def run(self) -> int:
-        """Play the script to its end; how many steps the last engine took."""
+        """Play the script to its end; return how many steps the last engine took."""
         setting = self.script.setting
         admission = fits_now if setting.admits_eagerly else may_admit
         drafting = always if setting.drafts_eagerly else may_draft
@@ -136,7 +136,7 @@ class Simulation:
             aborted = self.engine.abort(request_id, index)
             if gone and not aborted:
                 assert self.failed, "it has ended and nobody was told"
-                return  # its time was over in a step that failed: the next report tells of it
+                return  # its time ran out in a step that failed: the next report says so
             assert aborted == bool(gone)
             for choice in gone:
                 self.end(choice, FinishReason.ABORT)
@@ -167,7 +167,7 @@ class Simulation:
             self.live[request.request_id, index] = choice
 
     def step(self) -> bool:
-        """Whether anybody got a token, or ended."""
+        """Take a step; return whether a sequence got a token or ended."""
         begin, before, first = self.clock.now, self.runner.latest, self.first_in_rank()
         try:
             report = self.engine.step()
@@ -191,7 +191,7 @@ class Simulation:
         return bool(report.deltas)
 
     def look_at_books(self) -> None:
-        """What costs little to look at after every step."""
+        """Check after every step what is cheap to check."""
         host = self.tiers.host
         assert len(host) <= host.capacity, "host memory holds more than it may"
         assert host.room >= 0, "more of host memory is promised than there is"
@@ -207,7 +207,7 @@ class Simulation:
                 self.seen["beams without an answer"] += begun and len(group.beams) < len(group.live)
 
     def first_in_rank(self) -> Sequence | None:
-        """Who must get a row in the next step, whatever it costs the others, if anybody must."""
+        """The sequence that must get a row in the next step, at any cost to others, if any."""
         setting, live = self.script.setting, list(self.scheduler.sequences())
         enough = setting.max_num_batched_tokens >= setting.max_num_seqs
         if len({one.request.owner for one in live}) != 1 or not (enough and self.runner.is_idle):
@@ -217,9 +217,9 @@ class Simulation:
         return first if is_ready and first.num_uncomputed else None
 
     def look_at_time(self, choice: Choice, now: float) -> None:
-        """Whoever is still served may be."""
+        """Check that no sequence is served beyond its time limits."""
         request = choice.request
-        now -= TICK  # of those that arrive together, each is noted a tick after the one before
+        now -= TICK  # of simultaneous arrivals, each is recorded a tick after the one before
         timeout, longest = request.timeout, request.max_queue_seconds
         assert timeout is None or now < choice.arrival + timeout, "its time is over"
         if longest is not None and choice.index == 0 and request.request_id not in self.started:
@@ -253,7 +253,7 @@ class Simulation:
             self.end(choice, delta.finish_reason)
 
     def look_at_search(self, choice: Choice, search: Search) -> None:
-        """What was found so far is right, for the whole search or for one that was cut off."""
+        """Check the answers found so far, for the whole search or for one that was cut off."""
         self.seen["beams"] += 1
         if search.is_part_of(search.right):
             return
@@ -265,7 +265,7 @@ class Simulation:
         assert any(map(search.is_part_of, cuts)), "another beam is the best one so far"
 
     def look_at_best(self, choices: list[Choice]) -> None:
-        """The best were chosen, if none of them was disturbed."""
+        """Check that the best choices were returned, if none of them was disturbed."""
         request = choices[0].request
         if any(choice.reason not in (FinishReason.STOP, FinishReason.LENGTH) for choice in choices):
             return
@@ -286,7 +286,7 @@ class Simulation:
         self.seen["best of several"] += 1
 
     def die(self) -> None:
-        """The engine process dies with all it had, and the next one begins."""
+        """Kill the engine process with all its memory, and start the next one."""
         for choice in list(self.live.values()):
             self.end(choice, FinishReason.ERROR)
         self.seen += counts_of(self.engine, self.runner, self.blocks)
@@ -317,7 +317,7 @@ class Simulation:
         jobs = [] if self.disk is None else self.disk.unfinished
         unread = sum(host.room_of(job.hashes) for job in jobs)
         assert host.room == host.capacity - unread, "room in host memory is kept for nobody"
-        if not self.searches:  # their tokens count for each beam
+        if not self.searches:  # a search's tokens count for each beam
             assert stats.generation_tokens_total == self.num_tokens, "tokens are counted wrongly"
         self.seen += counts_of(self.engine, self.runner, self.blocks)
         if self.disk is not None:

@@ -1,4 +1,4 @@
-"""Proposes what the virtual model will say, and wrong tokens at random."""
+"""Proposes the virtual model's next tokens, and wrong ones at random."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class GuessingSpeculator:
-    """Args: share: of tokens that are right; noise: decides which, and how many there are."""
+    """`share` of the tokens is right; `noise` chooses which, and how many there are."""
 
     def __init__(self, share: float, noise: random.Random) -> None:
         self._share = share
         self._noise = random.Random(noise.randrange(2**32))
-        self._last: dict[Sequence, tuple[int, int]] = {}  # tokens read, and what they come to
+        self._last: dict[Sequence, tuple[int, int]] = {}  # tokens read so far, and their hash
 
     def propose(
         self, answers: Ordered[tuple[Sequence, int, int]], room: int
     ) -> dict[Sequence, tuple[int, ...]]:
-        """Drafts for most of them, sometimes the longest that there may be."""
+        """Propose drafts for most sequences, sometimes of the maximum length."""
         drafts = {}
         for sequence, _, most in answers:
             count = min(most, room, self._noise.choice([0, 1, 2, 4, 15, 15]))
@@ -36,7 +36,7 @@ class GuessingSpeculator:
         return drafts
 
     def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
-        """Every second time, if there may be drafts then."""
+        """Await every second time, if there may be drafts then."""
         may_draft = room > 0 and any(most > 0 for _, _, most in answers)
         return may_draft and self._noise.random() < 0.5
 

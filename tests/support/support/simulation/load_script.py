@@ -1,7 +1,7 @@
-"""What happens to a simulated engine, decided before it starts: settings, arrivals, faults.
+"""The script of a simulated engine, written before it starts: settings, arrivals, faults.
 
-A script does not depend on what the engine does, so parts of it can be left out to find the least
-that still fails.
+A script does not depend on what the engine does, so that parts can be left out to find the smallest
+one that still fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DISK_FAULTS = ("full", "slow", "damaged", "damaged", "damaged", "")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One engine."""
+    """The settings of one engine."""
 
     num_blocks: int
     block_size: int
@@ -39,12 +39,12 @@ class Setting:
     tokens_per_move: int
     disk_blocks: int
     searches: float  # share of requests that are beam searches
-    admits_eagerly: bool  # whatever fits at this moment, at the price of many preemptions
+    admits_eagerly: bool  # admit whatever fits now, at the price of many preemptions
     recurrent: bool = False  # the model has a state
-    checkpoints: int = 0  # rows for copies of states
+    checkpoints: int = 0  # rows for checkpoints of states
     first_distance: int = 512  # of `policy.chunk_end`
-    drafts: float = 0.0  # share of tokens proposed that are right; 0 proposes none
-    drafts_eagerly: bool = False  # beside prompts, too
+    drafts: float = 0.0  # share of right tokens among those proposed; 0 proposes none
+    drafts_eagerly: bool = False  # also beside prompts
 
     @property
     def num_slots(self) -> int:
@@ -53,13 +53,13 @@ class Setting:
 
     @property
     def max_tokens(self) -> int:
-        """Of one sequence, prompt and answer together."""
+        """Most tokens of one sequence, prompt and answer together."""
         return min(self.context_length, self.num_slots + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Before step `step` a request arrives, one leaves, a fault is set, or time goes by."""
+    """An event before step `step`: a request arrives or leaves, a fault is set, or time passes."""
 
     step: int
     arrives: Request | None = None
@@ -79,7 +79,7 @@ class Script:
 
 
 def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
-    """What a choice must be, wherever its blocks are and whatever else runs."""
+    """The right answer of a choice, wherever its blocks are and whatever else runs."""
     sampling, last = request.sampling, 0
     for token in request.prompt_token_ids:
         last = content_of(request.cache_salt, last, token)
@@ -96,12 +96,12 @@ def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
 def beams_of(
     request: Request, setting: Setting, cuts: list[list[Found]] | None = None
 ) -> list[Found]:
-    """What a beam search must find, with no cache at all; nothing if it can never run.
+    """The answers that a beam search must find, without any cache; none if it can never run.
 
     Args:
-        request: what is searched for.
-        setting: the engine, whose cache bounds the search.
-        cuts: gets what is found if time is over after one token, after two, and so on.
+        request: the search.
+        setting: the engine's settings, whose cache bounds the search.
+        cuts: gets the answers if the time is over after one token, after two, and so on.
     """
     prompt, width = request.prompt_token_ids, request.sampling.num_sequences
     longest = max_beam_tokens(
@@ -118,19 +118,19 @@ def beams_of(
 
 
 def ends(sampling: SamplingParams, token: int, num_tokens: int) -> bool:
-    """Whether an answer that has come to `num_tokens` ends with its last token."""
+    """Whether an answer of `num_tokens` tokens ends with its last one."""
     stops = token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
     return num_tokens == sampling.max_tokens or (stops and num_tokens > sampling.min_tokens)
 
 
 def write_script(rng: random.Random, num_steps: int) -> Script:
-    """A load that keeps an engine busy for about `num_steps` steps, crowded now and then."""
+    """Write a load that keeps an engine busy for about `num_steps` steps, at times overloaded."""
     setting = _setting(rng)
     events: list[Event] = []
-    told: list[Request] = []  # conversations so far, to go on with
+    told: list[Request] = []  # conversations so far, to be continued
     step = 0.0
     while step < num_steps:
-        crowd = rng.choice([0.3, 0.8, 1.2, 3.0])  # of what the engine gets done
+        crowd = rng.choice([0.3, 0.8, 1.2, 3.0])  # load as a share of the engine's capacity
         until = step + rng.choice([20, 100, 300])
         while step < until:
             event = _happening(rng, setting, int(step), told)
@@ -142,7 +142,7 @@ def write_script(rng: random.Random, num_steps: int) -> Script:
 
 
 def _steps_of(request: Request, setting: Setting) -> float:
-    """About how many steps an engine has less for others."""
+    """Estimate how many steps of the engine a request takes."""
     longest = setting.max_tokens - len(request.prompt_token_ids)
     answer = max(1, min(request.sampling.max_tokens or longest, longest, 40))
     rows = min(len(request.prompt_token_ids), 40) + request.sampling.num_sequences * answer
@@ -156,7 +156,7 @@ def _steps_of(request: Request, setting: Setting) -> float:
 def _setting(rng: random.Random) -> Setting:
     block_size = rng.choice([1, 2, 2, 4, 4, 8, 16])
     max_num_seqs = rng.choice([1, 2, 3, 4, 6, 8])
-    length = rng.choice([12, 24, 48, 80])  # what one sequence comes to at most
+    length = rng.choice([12, 24, 48, 80])  # the most tokens of one sequence
     slots = int(length * rng.choice([0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 3.0]))
     return Setting(
         num_blocks=max(2, -(-slots // block_size)),
@@ -166,7 +166,7 @@ def _setting(rng: random.Random) -> Setting:
         context_length=length,
         prefix_caching=rng.random() < 0.85,
         sealed=rng.random() < 0.3,
-        depth=rng.choice([0, 0, 1, 1, 2]),  # with two or more nobody looks ahead
+        depth=rng.choice([0, 0, 1, 1, 2]),  # with two or more there is no look-ahead
         host_blocks=rng.choice([0, 4, 20, 100, 100]),
         host_keeps_evicted=rng.random() < 0.5,
         tokens_per_move=rng.choice([1, 1, 1, 1000]),
@@ -200,7 +200,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
     own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 12]))]
     begun: list[int] = []
     kind = rng.random()
-    if kind < 0.45 and told:  # the next turn of a conversation, or the same one again, or a part
+    if kind < 0.45 and told:  # a conversation's next turn, or its last one again, or a part of it
         last = rng.choice(told[-6:])
         salt = last.cache_salt if rng.random() < 0.9 else salt
         begun = list(last.prompt_token_ids)
@@ -210,7 +210,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
             begun = begun[: rng.randrange(len(begun) + 1)]
     elif kind < 0.8:
         begun = [(i * i) % VOCAB for i in range(rng.randrange(20))]
-    prompt = (begun + own)[: setting.max_tokens + 1]  # now and then too long
+    prompt = (begun + own)[: setting.max_tokens + 1]  # sometimes too long
     if rng.random() < 0.95:
         prompt = prompt[: setting.max_tokens - 2]
     max_tokens = rng.choice([1, 2, 6, 12, 12, 20, 40, None])

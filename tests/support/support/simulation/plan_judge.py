@@ -1,4 +1,4 @@
-"""What must be true of every plan, whatever is asked for: looked at when it is launched."""
+"""Checks what must be true of every plan, whatever the requests, when it is launched."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def num_results(plan: Plan) -> int:
-    """Count what `commit` is given for a plan."""
+    """Count the results that `commit` gets for a plan."""
     return sum(entry.num_results for entry in plan.scheduled)
 
 
 def look_at(plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager, *, depth: int) -> None:
-    """Assert that a plan can be run behind others and harms nobody.
+    """Assert that a plan can run after others and harms no sequence.
 
     Args:
         plan: the latest.
         in_flight: those before it that are not committed, oldest first.
-        blocks: the cache's books.
-        depth: plans of the same sequence that may be in flight before it.
+        blocks: the cache's block manager.
+        depth: plans of the same sequence that may be in flight before this one.
     """
     sequences = [entry.sequence for entry in plan.scheduled]
     assert len(set(sequences)) == len(sequences), "a sequence is twice in a step"
@@ -48,7 +48,7 @@ def look_at(plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager, *, dep
 
 
 def _look_at_rows(entry: ScheduledSequence, before: list[ScheduledSequence]) -> None:
-    """Rows go on where the sequence's others end, and only its last one samples."""
+    """Check that rows continue a sequence's earlier ones, and that only its last one samples."""
     sequence = entry.sequence
     assert sequence.status is SequenceStatus.RUNNING, "somebody who does not run is scheduled"
     assert not sequence.is_held, "a beam runs that has nothing forked yet"
@@ -64,7 +64,7 @@ def _look_at_rows(entry: ScheduledSequence, before: list[ScheduledSequence]) -> 
 
 
 def _look_at_writes(plan: Plan, blocks: BlockManager) -> None:
-    """Blocks are written by one sequence alone."""
+    """Check that each block has only one writer."""
     size, references = blocks.block_size, blocks.pool.references
     for entry in plan.scheduled:
         table = entry.sequence.block_table[: -(-entry.end // size)]
@@ -76,7 +76,7 @@ def _look_at_writes(plan: Plan, blocks: BlockManager) -> None:
 def _look_at_states(
     states: StateMoves, plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager
 ) -> None:
-    """States are written by one sequence alone, and checkpoints by nobody while they are read."""
+    """Check that each state has one writer, and no checkpoint is written while it is read."""
     slots = {entry.sequence.slot - 1 for entry in plan.scheduled}
     assert len(slots) == len(plan.scheduled), "two sequences write to one state"
     assert min(slots) >= 0, "a sequence runs without a state"
@@ -100,9 +100,9 @@ def _look_at_states(
 
 
 def _look_at_moves(plan: Plan, size: int) -> None:
-    """What a plan copies and loads is for sequences in it, right before their first rows.
+    """Check that a plan copies and loads only for its sequences, right before their first rows.
 
-    So nothing is left of a sequence that was preempted while the plan was made.
+    Thus it contains nothing for a sequence that was preempted while the plan was made.
     """
     if not (plan.copies or plan.loads):
         return
@@ -110,7 +110,7 @@ def _look_at_moves(plan: Plan, size: int) -> None:
     written += [copy.destination for copy in plan.copies]
     assert len(set(written)) == len(written), "a block is filled twice"
     assert not {copy.source for copy in plan.copies} & set(written), "the order of copies matters"
-    # Blocks that first rows lie in behind others, and those before.
+    # Blocks that contain first rows and earlier tokens, and the blocks before those.
     begun, before = set[int](), set[int]()
     for entry in plan.scheduled:
         table, full = entry.sequence.block_table, entry.start // size

@@ -1,9 +1,9 @@
-"""Run the engine's simulation for many steps, from a seed that is printed.
+"""Run the engine's simulation for many steps, from a seed that it prints.
 
     scripts/simulate --steps 1000000 --seed 7
     scripts/simulate --seed 7 --era 12          # one engine of it again, as a failure says
 
-When an engine fails, what led there is cut down to little and printed.
+When an engine fails, the script is reduced as far as possible and printed.
 """
 
 from __future__ import annotations

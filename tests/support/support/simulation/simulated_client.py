@@ -1,4 +1,4 @@
-"""What a client of the simulated engine knows: what it asked for, and what it was told so far."""
+"""A client of the simulated engine: its requests, and the answers so far."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Search:
     found: dict[int, Found] = field(default_factory=dict)  # so far
 
     def is_part_of(self, answers: list[Found]) -> bool:
-        """Whether these may be all of the answers."""
+        """Whether the answers so far may be part of these."""
         return all(answers[index] == found for index, found in self.found.items())
 
 
@@ -33,7 +33,7 @@ class Choice:
     index: int
     last: int  # content of the slot before the next token
     arrival: float
-    num_tokens: int = 0  # of the answer
+    num_tokens: int = 0  # tokens of the answer
     reason: FinishReason | None = None
     search: Search | None = None
     likelihood: Likelihood = field(default_factory=Likelihood)

@@ -1,6 +1,6 @@
-"""Many eras of the simulated engine, from one seed; one that fails is cut down to what matters.
+"""Many eras of the simulated engine, from one seed; the script of one that fails is reduced.
 
-The steps are spread over engines ("eras") with different settings.
+The steps are distributed over engines ("eras") with different settings.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-STEPS_OF_AN_ERA = 600  # many settings rather than long lives
+STEPS_OF_AN_ERA = 600  # rather many settings than long lives
 MAX_TRIALS = 300  # runs to find a smaller script
 
 
 class SimulationError(Exception):
-    """An era failed; the message says how to see it again."""
+    """An era failed; the message says how to reproduce it."""
 
 
 def script_of(seed: int, era: int) -> Script:
-    """What happens to an engine of the simulation."""
+    """The script of one engine."""
     return write_script(random.Random(f"{seed} {era}"), STEPS_OF_AN_ERA)
 
 
 def failure_of(script: Script, check_every: int) -> str | None:
-    """Where a script fails; None if it does not."""
+    """The error of a script; None if it passes."""
     try:
         Simulation(script, check_every=check_every).run()
     except Exception as error:
@@ -49,7 +49,7 @@ def failure_of(script: Script, check_every: int) -> str | None:
 
 
 def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
-    """Leave out events, many at once and then fewer, as long as what is left still fails."""
+    """Leave out events, many at once and then fewer, while the rest still fails."""
     events: list[Event] = list(script.events)
     size, trials = len(events) // 2, 0
     while size and trials < MAX_TRIALS:
@@ -66,7 +66,7 @@ def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
 
 
 def explain(seed: int, era: int) -> str | None:
-    """How an era fails, and the least that leads there; None if it does not."""
+    """Describe an era's failure, with the smallest script that fails; None if it passes."""
     script = script_of(seed, era)
     failure = failure_of(script, check_every=1)
     if failure is None:
@@ -89,13 +89,13 @@ def explain(seed: int, era: int) -> str | None:
 
 
 def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) -> Counter[str]:
-    """Run eras until they had so many steps together; what came up.
+    """Run eras until they had so many steps together; count the notable cases.
 
     Args:
         steps: at least so many.
-        seed: of all of it.
-        check_every: steps between two looks at all the books.
-        jobs: processes that run eras beside each other; what comes up is the same.
+        seed: of all eras.
+        check_every: steps between two checks of all invariants.
+        jobs: processes that run eras concurrently; the result does not depend on it.
 
     Raises:
         SimulationError: one of them failed.
@@ -114,7 +114,7 @@ def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) ->
 
 
 def _run_era(seed: int, era: int, *, check_every: int) -> Counter[str] | None:
-    """What came up in one era; None if it failed."""
+    """Count an era's notable cases; None if it failed."""
     seen: Counter[str] = Counter()
     try:
         Simulation(script_of(seed, era), check_every=check_every, seen=seen).run()
@@ -124,7 +124,7 @@ def _run_era(seed: int, era: int, *, check_every: int) -> Counter[str] | None:
 
 
 def _in_order(run: Callable[[int], Result], jobs: int) -> Iterator[Result]:
-    """What comes of 0, 1, 2 and so on, some of them ahead of time."""
+    """Yield a function's results of 0, 1, 2 and so on, some of them computed ahead."""
     if jobs == 1:
         yield from map(run, count())
         return

@@ -1,6 +1,6 @@
-"""A disk under a virtual clock, in the place of `DiskTier`: slow, full or with damaged files.
+"""A disk under a virtual clock, in place of `DiskTier`: slow, full or with damaged files.
 
-Under one hash there is one content for ever, whoever writes it: that is checked with every write.
+A hash stands for one content for ever, whoever writes it: each write checks that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.sequence import Sequence
 
 READ_SECONDS, WRITE_SECONDS = 0.02, 0.004
-CPU_SECONDS = 0.0001  # of a processor, to write a block
-SLOW = 25.0  # times as long
+CPU_SECONDS = 0.0001  # processor seconds to write a block
+SLOW = 25.0  # factor of a slow disk's times
 PAUSE_SECONDS = 2.0
 
 
@@ -30,12 +30,12 @@ class VirtualDisk:
     """Files that outlive the engine.
 
     Args:
-        clock: goes on while somebody waits.
+        clock: advances while the engine waits.
         capacity: blocks.
-        noise: decides which files are damaged.
+        noise: chooses the files that are damaged.
 
     Attributes:
-        fault: what goes wrong: "full", "slow" or "damaged"; empty is nothing.
+        fault: the current fault: "full", "slow" or "damaged"; empty: none.
         counters: as `DiskStore` has them.
     """
 
@@ -49,8 +49,8 @@ class VirtualDisk:
         self._noise = noise
         self._files: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._truth: dict[bytes, bytes] = {}
-        self._queue: deque[tuple[float, bytes, SavedBlock]] = deque()  # when each will be written
-        self._jobs: deque[tuple[float, ReadJob]] = deque()  # when each will be done
+        self._queue: deque[tuple[float, bytes, SavedBlock]] = deque()  # with the time of each write
+        self._jobs: deque[tuple[float, ReadJob]] = deque()  # with the time of its end
         self._resume = 0.0
 
     @property
@@ -128,7 +128,7 @@ class VirtualDisk:
         self._clock.now += seconds
 
     def lose_engine(self) -> None:
-        """The process died: what it was about to write or read is nobody's."""
+        """The process died: discard its pending writes and reads."""
         self.unfinished.clear()
         self._jobs.clear()
         self._queue.clear()

@@ -1,4 +1,4 @@
-"""The engine of the simulation: all of it is real but the device, the disk and the clock."""
+"""The engine of the simulation: everything is real but the device, the disk and the clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFILL = 100.0  # tokens per second
 
 
 class Parts(NamedTuple):
-    """An engine, and what is looked at inside it."""
+    """An engine, and the parts that the simulation inspects."""
 
     blocks: BlockManager
     runner: VirtualRunner
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 def build_engine(
     setting: Setting, clock: Clock, disk: VirtualDisk | None, noise: random.Random
 ) -> Parts:
-    """An engine with an empty cache, over a disk that may hold something."""
+    """Build an engine with an empty cache, over a disk that may hold blocks."""
     limits = SchedulerLimits(
         setting.max_num_seqs, setting.max_num_batched_tokens, setting.context_length
     )
@@ -77,7 +77,7 @@ def build_engine(
         keeps_evicted=setting.host_keeps_evicted,
         state_bytes=16 if setting.recurrent else 0,
     )
-    # To move a block takes as long as to compute so many tokens.
+    # Moving a block takes as long as computing so many tokens.
     rates = Rates(prefill=PREFILL, moves=8.0 * PREFILL / setting.tokens_per_move)
     writes = None
     if disk is not None:
@@ -105,7 +105,7 @@ def build_engine(
 
 
 def counts_of(engine: LLMEngine, runner: VirtualRunner, blocks: BlockManager) -> Counter[str]:
-    """How often what matters came up in the life of an engine."""
+    """How often each notable case came up in the life of an engine."""
     seen: Counter[str] = Counter()
     stats = engine.stats()
     seen["steps"] += stats.steps_total

@@ -1,7 +1,7 @@
-"""A model that is a hash: what its cache holds, and what follows.
+"""A model that is a hash: the contents of its cache, and the next tokens.
 
-A slot holds a hash of the slot before it and of its token, so each depends on all before it, and
-the next token is a hash of the last one.
+A slot holds a hash of the slot before it and of its token, so each depends on all tokens before it,
+and the next token is a hash of the last slot.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 VOCAB = 48
 EOS = 3
-# One that is rare, and so many that now and then all that may follow a beam ends it.
+# A rare stop string, and so many that sometimes every continuation of a beam ends it.
 STOPS = (("ab",), ("a", "b", "x", "y"))
-# Of each token, so that a stop string comes whole, in parts, and across a token without any text.
+# The text of each token, so that a stop string comes whole, in parts, and across a token without
+# text.
 TEXTS = [("a", "b", "x", "ab", "", "y", "b.", "z", ".a", "v", "u", "w")[i % 12] for i in range(48)]
 
 
@@ -26,33 +27,33 @@ def stop_pieces(stop: tuple[str, ...]) -> dict[int, bytes]:
 
 
 def content_of(salt: str, previous: int, token: int) -> int:
-    """What a slot holds."""
+    """The content of a slot."""
     return hash((salt != "", len(salt), previous, token))
 
 
 def next_token(content: int, index: int) -> int:
-    """What the model says after the last slot; `index` is the choice of the request."""
+    """The model's token after the last slot; `index` is the choice of the request."""
     return hash((content, index)) % VOCAB
 
 
 def logprob_of(content: int, index: int) -> float:
-    """What the model thinks of that token, so that sums are exact in any order.
+    """The log probability of that token; a sum of them is exact in any order.
 
-    Else two answers as likely as each other would be told apart by the last bits of their sums.
+    Otherwise the last bits of two sums would decide between equally likely answers.
     """
     return -1 / 128 - hash((content, index, -3)) % 997 / 512
 
 
 def ranking(content: int, request: Request, num_tokens: int, count: int) -> list[tuple[int, float]]:
-    """What may follow a beam, the likeliest first, each with its log probability.
+    """The continuations of a beam, the likeliest first, each with its log probability.
 
     With stop strings there are so few that sometimes all of them end.
 
     Args:
         content: of the last slot.
-        request: whose beam it is.
+        request: that of the beam.
         num_tokens: of the answer so far; the first `min_tokens` end nothing.
-        count: as many as that, or as there are.
+        count: the most to return.
     """
     sampling = request.sampling
     banned: set[int] = set()
@@ -60,7 +61,7 @@ def ranking(content: int, request: Request, num_tokens: int, count: int) -> list
         banned = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
     first = hash((content, -2)) % VOCAB
     found = []
-    logprob = -0.02 - hash((content, -4)) % 997 / 500  # so that shorter answers may be better ones
+    logprob = -0.02 - hash((content, -4)) % 997 / 500  # shorter answers may thus be better
     for place in range(VOCAB):
         token = (first + place) % VOCAB
         if token not in banned:

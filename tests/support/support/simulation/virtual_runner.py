@@ -1,7 +1,7 @@
-"""A runner that computes nothing but what it reads through block tables, on slots of integers.
+"""A runner whose only computation is reading through block tables, on slots of integers.
 
-The model is the one of `virtual_model`. Every slot that a step reads is compared with what the
-sequence's tokens should have left there: a wrong, stale, missing or shared block is seen at once.
+The model is that of `virtual_model`. Every slot that a step reads is compared with what the
+sequence's tokens should have left there: a wrong, stale, missing or shared block is found at once.
 A recurrent model's state is the same hash, in rows of its own.
 """
 
@@ -35,7 +35,7 @@ BROKEN = Sampled(error="the virtual model broke", broken=True)
 
 
 def continuations_of(content: int, request: Request, num_tokens: int) -> Continuations:
-    """What a sampler says of a beam whose answer has so many tokens."""
+    """The sampler's continuations of a beam whose answer has so many tokens."""
     count = request.sampling.num_candidates((EOS,))
     found = ranking(content, request, num_tokens, count)
     return Continuations(tuple(Candidate(token, logprob) for token, logprob in found))
@@ -43,7 +43,7 @@ def continuations_of(content: int, request: Request, num_tokens: int) -> Continu
 
 @dataclass(slots=True)
 class Clock:
-    """Time as the simulation has it, in seconds."""
+    """The simulation's time, in seconds."""
 
     now: float = 0.0
 
@@ -58,7 +58,7 @@ class DeviceLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry as a device gets it: nothing of it changes any more."""
+    """An entry as a device gets it: later changes do not reach it."""
 
     scheduled: ScheduledSequence
     table: list[int]
@@ -68,20 +68,20 @@ class _Entry:
 
 
 class VirtualRunner:
-    """Runs plans when they are collected, from what they were when they were launched.
+    """Runs plans when they are collected, with their content at launch.
 
     Args:
-        blocks: the books, to see that what is written belongs to one sequence alone.
+        blocks: the block manager, to check that each written block has one owner.
         max_rows: of a step.
         sealed: whether tokens lie in open blocks until their block is full.
         depth: plans in flight when the next one is launched.
-        noise: decides what a failing step leaves behind.
-        clock: goes on with each step.
+        noise: chooses what a failing step leaves behind.
+        clock: advances with each step.
 
     Attributes:
-        fault: what goes wrong next: "memory", "launch", "collect" or "nan"; empty is nothing.
-        seen: how often what matters came up.
-        latest: the plan that was launched last.
+        fault: the next fault: "memory", "launch", "collect" or "nan"; empty: none.
+        seen: how often each notable case came up.
+        latest: the last launched plan.
     """
 
     seconds = 0.0
@@ -109,7 +109,7 @@ class VirtualRunner:
         self._slots = [JUNK] * blocks.num_slots
         self._opened: dict[int, list[int]] = {}
         self.states = [JUNK] * (0 if blocks.states is None else blocks.states.num_rows)
-        self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
+        self._truth: dict[Sequence, list[int]] = {}  # what their tokens should leave
         self._latest: dict[Sequence, int] = {}
         self._flight: deque[tuple[Plan, list[_Entry], tuple[SavedBlock, ...]]] = deque()
 
@@ -177,7 +177,7 @@ class VirtualRunner:
                     results.append(Sampled(token, logprobs))
         if plan.states is not None:
             self._copy_states(plan.states.checkpoints)
-        if fails:  # all of it was done, and nobody hears of it
+        if fails:  # everything was computed, but the result is lost
             self.fault = ""
             raise DeviceLostError("collect")
         self._latest = sampled
@@ -188,11 +188,11 @@ class VirtualRunner:
         return results
 
     def save(self, saves: Sequences[BlockSave]) -> tuple[SavedBlock, ...]:
-        """Take content out of the cache; see `BlockMoves`."""
+        """Copy blocks out of the cache; see `BlockMoves`."""
         return tuple(SavedBlock(self._content_of(save)) for save in saves)
 
     def save_states(self, rows: Sequences[int]) -> tuple[SavedBlock, ...]:
-        """Take states out of the cache."""
+        """Copy states out of the cache."""
         return tuple(SavedBlock(array("q", (self.states[row],)).tobytes()) for row in rows)
 
     @property
@@ -209,7 +209,7 @@ class VirtualRunner:
         """See `Runner`."""
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended."""
         self._truth.pop(sequence, None)
 
     def _count(self, plan: Plan) -> None:
@@ -271,7 +271,7 @@ class VirtualRunner:
         return self._opened.setdefault(block, [JUNK] * self._size)
 
     def _run(self, entry: _Entry) -> list[int]:
-        """What the slots of an entry's rows hold now."""
+        """Run an entry; return what the slots of its rows hold then."""
         scheduled, table, size, slots = entry.scheduled, entry.table, self._size, self._slots
         sequence, start = scheduled.sequence, scheduled.start
         sealed = start // size * size if self._sealed else start
@@ -283,7 +283,7 @@ class VirtualRunner:
             found += self._open_block(entry.opened[0])[: start - sealed]
         truth = self._truth.setdefault(sequence, [])
         if sequence.request.sampling.use_beam_search:
-            truth.clear()  # another beam's tokens may have become this one's
+            truth.clear()  # its tokens may now be those of another beam
         salt = sequence.request.cache_salt
         tokens = entry.tokens or [self._latest[sequence]]
         for token in sequence.token_ids[len(truth) : start]:
@@ -294,7 +294,7 @@ class VirtualRunner:
         if self.states:
             previous = self.state_before(entry)
             assert not start or previous == truth[start - 1], "it goes on from another state"
-        del truth[start:]  # what comes may come for the second time
+        del truth[start:]  # later tokens may be computed again
         for position, token in enumerate(tokens, start):
             previous = content_of(salt, previous, token)
             truth.append(previous)
@@ -319,7 +319,7 @@ class VirtualRunner:
             self._slots[first : first + size] = written
 
     def _scribble(self, plan: Plan, entries: list[_Entry], saved: Sequences[SavedBlock]) -> None:
-        """A step that fails has done some of its copies and written some of its rows, wrongly."""
+        """Leave the effects of a failed step: some copies, and some rows, written wrongly."""
         noise = self._noise
         for copy in plan.copies:
             if noise.random() < 0.5:

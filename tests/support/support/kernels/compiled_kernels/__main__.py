@@ -1,4 +1,4 @@
-"""Compile kernels and write what resources they take, or compare a table with that.
+"""Compile kernels and write the resources that they use, or compare those with a table.
 
     PYTHONPATH=tests/support .venv/bin/python -m support.kernels.compiled_kernels TABLE.json
 
@@ -31,31 +31,31 @@ from support.kernels.compiled_kernels.table import (
 )
 from support.runs.turns import sample, seed_of_tree
 
-FEW = 40  # kernels that are compiled before other processes would have imported torch and triton
+FEW = 40  # kernels that compile before other processes would have imported torch and triton
 
 
 def compile_rows(keys: list[Key]) -> Table:
-    """Compile the signatures of these rows, many of them on all cores."""
+    """Compile the signatures of these rows; many of them use all cores."""
     every = every_signature()
     wanted = [every[key] for key in keys]
     capabilities = [capability for _, capability in keys]
     if len(keys) < FEW:
         results = list(map(compile_kernel, wanted, capabilities))
     else:
-        # A fresh interpreter each: what is forked after triton's threads have started may hang.
+        # Starts fresh interpreters: a fork may hang once triton's threads have started.
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as workers:
             results = list(workers.map(compile_kernel, wanted, capabilities, chunksize=4))
     return {
         key: {
             "digest": digest(every[key], key[1], triton.__version__),
-            **json.loads(json.dumps(asdict(found))),  # lists for tuples, as in a file
+            **json.loads(json.dumps(asdict(found))),  # lists for tuples, as JSON gives them
         }
         for key, found in zip(keys, results, strict=True)
     }
 
 
 def update(path: Path, *, accept: bool) -> int:
-    """Compile what is stale and write it; keep, unless accepted, rows that would be far dearer."""
+    """Compile stale rows and write the table; without `accept`, keep rows that got far dearer."""
     table = load(path)
     wanted = stale(table, triton.__version__)
     compiled = compile_rows(wanted)
@@ -94,7 +94,7 @@ def main() -> None:
         "--check", type=int, metavar="N", help="compile one row in N and compare; write nothing"
     )
     options = parser.parse_args()
-    for name in list(os.environ):  # what would change the code and is not in a digest
+    for name in list(os.environ):  # settings that would change the code and are in no digest
         if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR":
             del os.environ[name]
     if options.check:

@@ -1,4 +1,4 @@
-"""Compiles a kernel ahead of time, with no GPU, and reads what resources its machine code takes.
+"""Compiles a kernel ahead of time, without a GPU, and reads the resources of its machine code.
 
 The disassemblers are those of the triton wheel.
 """
@@ -31,7 +31,7 @@ _WIDE_LOAD = re.compile(r"LD(?:G|GSTS)\..*\b128\b")
 _MATRIX_PRODUCT = re.compile(r"[HIQO]G?MMA\b|DMMA\b")
 _WARPGROUP_PRODUCT = re.compile(r"[HIQ]GMMA\b")
 _SPILL = re.compile(r"(?:STL|LDL)\b")
-# Lines of a listing: a label, or an instruction with what follows its opcode.
+# Lines of a listing: a label, or an instruction with its opcode and operands.
 _LINE = re.compile(
     r"^(?:(\.L_\w+):|\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*))", re.MULTILINE
 )
@@ -40,7 +40,7 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes on one architecture."""
+    """The resources of one kernel on one architecture."""
 
     registers: int  # per thread
     stack: int  # bytes per thread; more than 0 means that registers were spilled
@@ -49,9 +49,9 @@ class Resources:
     instructions: int
     wide_loads: int  # instructions that load 16 bytes per thread from global memory
     matrix_products: int  # tensor core instructions
-    matrix_kinds: tuple[str, ...]  # their opcodes, such as HMMA or HGMMA
+    matrix_kinds: tuple[str, ...]  # opcodes of the latter, such as HMMA or HGMMA
     loop: dict[str, int]  # instructions of the hot loop by the first part of their opcode
-    beside: dict[str, int]  # those of them that are issued while a product is in flight
+    beside: dict[str, int]  # those of them that are issued while a tensor core product is in flight
     loop_elements: int  # of the signature
 
 
@@ -102,7 +102,7 @@ def _read(cubin: bytes, shared: int, loop_elements: int) -> Resources:
         registers=int(registers),
         stack=int(stack),
         spills=sum(bool(_SPILL.match(code)) for code in opcodes),
-        # The cubin knows the static part only; triton asks for the rest at launch.
+        # The cubin states the static part only; triton requests the rest at launch.
         shared=shared,
         instructions=len(opcodes),
         wide_loads=sum(bool(_WIDE_LOAD.match(code)) for code in opcodes),
@@ -117,18 +117,18 @@ def _read(cubin: bytes, shared: int, loop_elements: int) -> Resources:
 def hot_loop(sass: str) -> list[str]:
     """Opcodes of the innermost loop with the most tensor core instructions; empty without any.
 
-    Of several with the same number the first: what comes after takes the rest that is not whole.
+    Of several such loops it is the first: later ones take the remainder.
     """
     opcodes: list[str] = []
     labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []  # first and last + 1 of those that multiply, inner ones first
+    loops: list[tuple[int, int]] = []  # (first, last + 1) of loops with products, inner ones first
     for label, opcode, operands in _LINE.findall(sass):
         if label:
             labels[label] = len(opcodes)
             continue
         opcodes.append(opcode)
         target = _TARGET.search(operands) if opcode.startswith("BRA") else None
-        if not target or target[1] not in labels:  # else backwards: a label that has been seen
+        if not target or target[1] not in labels:  # a jump backwards: its label has been seen
             continue
         first = labels[target[1]]
         is_outer = any(begin >= first for begin, _ in loops)
@@ -145,14 +145,15 @@ def hot_loop(sass: str) -> list[str]:
 def beside_products(loop: list[str]) -> list[str]:
     """Opcodes of a loop that are issued while one of its tensor core instructions is in flight.
 
-    Of a warp's that is between the first and the last, as it need not await one before the next;
-    of a warpgroup's it is until its wait, be that in the next iteration.
+    For mma.sync (one warp) these lie between the first and the last product, as a warp need not
+    wait for one before the next; for wgmma (a warpgroup) they lie before its wait, which may come
+    in the next iteration.
     """
     places = [i for i, code in enumerate(loop) if _MATRIX_PRODUCT.match(code)]
     if not any(map(_WARPGROUP_PRODUCT.match, loop)):
         return loop[places[0] + 1 : places[-1]] if places else []
     pending = False
-    for _ in range(2):  # the second time with what the first left in flight
+    for _ in range(2):  # the second pass begins with the products that the first left in flight
         found: list[str] = []
         for code in loop:
             pending = pending and not code.startswith("WARPGROUP.DEPBAR")

@@ -1,9 +1,10 @@
-"""A digest of all that the code of a compiled kernel depends on: equal digests, equal code.
+"""A digest of everything that a compiled kernel's code depends on: equal digests, equal code.
 
-It holds the text of the kernel and of every function it calls, without comments and docstrings;
-the values of the constants they read; how the kernel is specialized, for which architecture and by
-which triton; and the text of the module that reads the machine code. Functions of triton itself
-go by its version. What it cannot place raises, so nothing is left out in silence.
+It holds the text of the kernel and of every function it calls, without comments and docstrings; the
+values of the constants they read; how the kernel is specialized, for which architecture and by
+which triton; and the text of the module that reads the machine code. Its version stands for
+triton's own functions. A value that it cannot classify raises, so that nothing is left out
+silently.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 
 from support.kernels.compiled_kernels.signature import KernelSignature
 
-# Of a signature these name the row, say where its kernel stands or judge it; the compiler does not
-# see them.
+# These fields of a signature name the row, locate its kernel or judge it; the compiler does not see
+# them.
 _NOT_COMPILED = {"name", "module", "loop_elements"}
 _PLAIN = (bool, int, float, str, bytes, type(None), Enum)
 
@@ -49,10 +50,10 @@ def digest(signature: KernelSignature, capability: int, triton: str) -> str:
 
 @cache
 def sources(kernel: Any) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return the text of a kernel and all it calls, each with the constants it reads.
+    """Return the text of a kernel and all functions it calls, each with the constants it reads.
 
-    By full name, in the order in which a reader comes to them; the digest leaves the names out, for
-    a function that moves to another file stays what it is.
+    The keys are full names, in the order in which a reader comes to them. The digest omits the
+    names, so that a function may move to another file.
     """
     found: dict[str, tuple[str, dict[str, str]]] = {}
     waiting = [kernel.fn]
@@ -74,7 +75,7 @@ def sources(kernel: Any) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def _tree(source: str) -> ast.Module:
-    """Parse a source and take its docstrings out."""
+    """Parse a source and remove its docstrings."""
     tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(
@@ -87,7 +88,7 @@ def _tree(source: str) -> ast.Module:
 def _reads(tree: ast.Module, function: FunctionType) -> Iterator[tuple[str, object]]:
     """Yield each global that a function reads: its name with dots, and its value.
 
-    A local variable of the same name does not hide it: too much is compared rather than too little.
+    A global counts even if a local variable hides it: rather too much than too little.
     """
     scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     for node in ast.walk(tree):
@@ -107,13 +108,13 @@ def _reads(tree: ast.Module, function: FunctionType) -> Iterator[tuple[str, obje
 
 
 def _place(name: str, value: Any) -> tuple[FunctionType | None, str | None]:
-    """Return the function that a value is, or else its text; neither where triton's version says.
+    """Return a value as a function, or else as text; neither if triton's version covers it.
 
     Raises:
         TypeError: it is neither.
     """
     if _is_of_triton(value) or isinstance(value, ModuleType):
-        return None, None  # of a module, what is read from it counts
+        return None, None  # of a module, only the values read from it count
     if isinstance(getattr(value, "fn", None), FunctionType):
         return (None if _is_of_triton(value.fn) else value.fn), None
     if type(value).__name__ == "constexpr":
@@ -126,7 +127,7 @@ def _place(name: str, value: Any) -> tuple[FunctionType | None, str | None]:
 
 
 def _is_of_triton(value: object) -> bool:
-    """Whether a module, function or class is triton's own; an instance such as a dtype is not."""
+    """Whether triton defines a module, function or class; False for instances such as a dtype."""
     is_named = isinstance(value, ModuleType | FunctionType | type)
     if is_named or type(value).__name__ == "JITFunction":
         module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
@@ -138,7 +139,7 @@ def _canonical(value: Any) -> object:
     """Return a value as JSON can hold it, with its type.
 
     Raises:
-        TypeError: its text would not say all of it.
+        TypeError: its text would not describe it fully.
     """
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items()}

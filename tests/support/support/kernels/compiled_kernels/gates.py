@@ -1,4 +1,4 @@
-"""Gates on what kernels are compiled to: each finds those that offend.
+"""Gates on compiled kernels: each finds the kernels that violate it.
 
 They judge a table (table.py), whichever triton made it.
 """
@@ -17,9 +17,9 @@ from appliance.kernels.gpu.residency import LARGEST, Footprint
 
 REGISTER_LIMIT = 255
 MOST_RESCALING = 68  # products for the 64 sums of a lane, and a row's maximum and sum
-WIDENING = "packed|grouped"  # matmuls of weights that are widened in registers
+WIDENING = "packed|grouped"  # matmuls that widen weights in registers
 
-Gate = Callable[[Table], Collection[object]]  # what offends
+Gate = Callable[[Table], Collection[object]]  # finds the violations
 
 
 def shipped(table: Table) -> Table:
@@ -27,7 +27,7 @@ def shipped(table: Table) -> Table:
 
 
 def attention(table: Table) -> Table:
-    """Those that multiply, of attention over keys and values and over latents."""
+    """Attention kernels that multiply, over keys and values and over latents."""
     ours = re.compile(r"attention|latent_attention (decode|prefill)")
     return {key: found for key, found in table.items() if ours.match(key[0])}
 
@@ -45,7 +45,7 @@ def too_large(table: Table) -> Collection[object]:
 
 
 def multiplies_e4m3(key: Key) -> bool:
-    """Whether it is a prefill over FP8 pages on tensor cores that multiply them as they are."""
+    """Whether a prefill over FP8 pages multiplies them on tensor cores without conversion."""
     whole = re.match(rf"attention prefill (?!{IN_PARTS.name}).* [bf]*16 kv fp8$", key[0])
     return bool(whole) and key[1] >= 89
 
@@ -61,11 +61,11 @@ def without_tensor_cores(table: Table) -> Collection[object]:
 
 
 def masking_full_tiles(table: Table) -> Collection[object]:
-    """Prefill that selects by a mask in its hot loop, or scales scores apart from the exponent.
+    """Prefill that masks full tiles in its hot loop, or scales scores apart from the exponent.
 
-    A window leaves few full tiles, so one loop masks all; codes with scales by token multiply
-    scores by these. All others multiply only what they have summed so far, or nothing where that
-    is part of the sum.
+    With a window few tiles are full, so one loop masks all of them. Where codes have a scale per
+    token, it multiplies the scores. All other kernels multiply only the sums so far, or nothing
+    where that is part of the sum.
     """
     unmasked = re.compile(r"attention prefill (?!gemma|gpt_oss).* [bf]*16 kv")
     offending = []
@@ -79,9 +79,10 @@ def masking_full_tiles(table: Table) -> Collection[object]:
 
 
 def without_wide_loads(table: Table) -> Collection[object]:
-    """Those without two loads of 16 bytes, which keep memory busy; `others` need none."""
-    # Those of int4 have pages smaller than what threads could load; a thread that expands few rows
-    # of adapters, or scales a query, has one such load in all; rows of tiles are gathered.
+    """Kernels without two 16-byte loads, which keep memory busy; `others` need none."""
+    # Exempt: int4, whose pages are smaller than what threads could load; kernels whose threads
+    # expand few rows of adapters or scale a query, with one such load in all; kernels that gather
+    # the rows of tiles.
     others = re.compile(
         r"spans|kv_seal|token mask|attention prefill .* kv int4|grouped_matmul \w+ (count|sort)$"
         r"|adapters \w+ expand .* rows 8$|latent_attention scale|packed_matmul rows"
@@ -92,10 +93,11 @@ def without_wide_loads(table: Table) -> Collection[object]:
 
 
 def sharing_rows(table: Table) -> Collection[object]:
-    """Prefill whose warps share rows: shuffles and barriers a tile, stores to shared memory.
+    """Prefill whose warps share rows: they shuffle and synchronize in each tile.
 
-    Of the tiles that have as many rows as a head has dimensions; in a warpgroup each warp has rows
-    of its own, and codes go through shared memory.
+    This judges tiles with as many rows as a head has dimensions, by their shuffles, barriers and
+    stores to shared memory. In a warpgroup each warp has rows of its own, and codes go through
+    shared memory.
     """
     own_rows = re.compile(r"(?:attention|planted) prefill:? (?!gemma).* (?:bf16|fp16) kv")
     sharing = []
@@ -108,7 +110,7 @@ def sharing_rows(table: Table) -> Collection[object]:
 
 
 def matmuls(table: Table, kind: str) -> Table:
-    """Those that multiply: not what prepares their operands."""
+    """Kernels that multiply, not those that prepare operands."""
     return {
         key: found
         for key, found in table.items()
@@ -117,21 +119,21 @@ def matmuls(table: Table, kind: str) -> Table:
 
 
 def multiplying_otherwise(table: Table) -> Collection[object]:
-    """Matmuls on other tensor core instructions than the best that their architecture has."""
+    """Matmuls without the best tensor core instructions of their architecture."""
     wrong = [
         key
         for key, found in matmuls(table, "fp8").items()
         if found["matrix_kinds"] != ["QGMMA" if key[1] == 90 else "QMMA"]
     ]
     for key, found in matmuls(table, WIDENING).items():
-        # Few rows are left to two warps, which are too few for those of a warpgroup.
+        # With few rows only two warps remain, too few for a warpgroup's instructions.
         warpgroup = key[1] == 90 and not key[0].endswith(("rows 8", "rows 16"))
         if found["matrix_kinds"] != ["HGMMA" if warpgroup else "HMMA"]:
             wrong.append(key)
     return wrong
 
 
-# Of converting numbers, of moving weights between lanes, and of taking them through memory.
+# Opcodes that convert numbers, move weights between lanes or take them through memory.
 DETOURS = {"I2F", "I2FP", "F2F", "SHFL", "STS", "STSM", "STL", "LDL", "MUFU"}
 
 
@@ -191,8 +193,8 @@ MANY_ROWS = re.compile(r"packed_matmul.* (int4 g(64|128)|fp4) .*rows (64|128)$|i
 def pausing_products(table: Table) -> Collection[object]:
     """Matmuls of 4 bits and many rows whose tensor cores wait while codes are widened.
 
-    By mma.sync a warp widens most of them between its products. A warpgroup awaits wgmma, so there
-    a multiprocessor must hold a second program, which multiplies meanwhile.
+    With mma.sync a warp widens most codes between its products. A warpgroup waits for wgmma, so
+    there a multiprocessor must hold a second program, which multiplies meanwhile.
     """
     pausing = []
     for key, found in table.items():
@@ -214,7 +216,7 @@ def pausing_products(table: Table) -> Collection[object]:
 
 
 def multiplying_for_zero_points(table: Table) -> Collection[object]:
-    """Return the matmuls of weights with zero points or offsets with more products than without."""
+    """Return the matmuls whose zero points or offsets cost further products."""
     return [
         key
         for key, found in matmuls(table, WIDENING).items()
@@ -230,7 +232,7 @@ def decode_loop(table: Table, kv_format: str, capability: int) -> Loop:
 
 
 def costly_elements(table: Table) -> Collection[object]:
-    """Decode kernels that take too many instructions for an element, or move its code around."""
+    """Decode kernels that use too many instructions per element, or move its code around."""
     wrong = []
     for kv_format in LIMITS:
         for capability in sorted({capability for _, capability in table}):
@@ -241,12 +243,12 @@ def costly_elements(table: Table) -> Collection[object]:
     return wrong
 
 
-# Instructions per element, lane and warp of decode over heads whose dimensions warps share out.
+# Instructions per element, lane and warp of decode whose warps divide a head's dimensions.
 MOST_IN_PARTS = {"bf16": 4.3, "fp8": 4.6, "int8": 3.4, "int4": 3.6, "int4-sealed": 3.7}
 
 
 def costly_parts(table: Table) -> Collection[object]:
-    """Decode kernels of heads in parts that take too many instructions for an element."""
+    """Decode kernels of divided heads that use too many instructions per element."""
     rows = {
         (kv_format, capability): table.get(
             (f"attention decode {IN_PARTS.name} bf16 kv {kv_format}", capability)
@@ -257,13 +259,14 @@ def costly_parts(table: Table) -> Collection[object]:
     each = {
         key: sum(found["loop"].values()) / found["loop_elements"]
         for key, found in rows.items()
-        if found is not None  # one capability has all formats
+        if found is not None  # only one capability has all formats
     }
     return [key for key, count in each.items() if count > MOST_IN_PARTS[key[0]]]
 
 
-# The same of latents, each element of which is a key's and a value's: a few heads in decode, many,
-# and a prompt's rows. Twice as many warps as over BF16 widen codes, each for half of the elements.
+# The same for latents, each element of which belongs to a key and to a value: decode with few
+# heads, with many, and the rows of a prompt. Twice as many warps as over BF16 widen codes, each for
+# half of the elements.
 MOST_OF_LATENTS = {
     "decode deepseek_v2_lite bf16 kv bf16": 4.2,
     "decode deepseek_v2_lite bf16 kv int8": 9.9,
@@ -276,7 +279,7 @@ MOST_OF_LATENTS = {
 
 
 def costly_latents(table: Table) -> Collection[object]:
-    """Return latent attention with too many instructions, or whose latents pass by registers."""
+    """Return latent attention with too many instructions, or whose latents go through registers."""
     wrong = []
     for key, found in table.items():
         limit = MOST_OF_LATENTS.get(key[0].removeprefix("latent_attention "))
@@ -288,13 +291,13 @@ def costly_latents(table: Table) -> Collection[object]:
     return wrong
 
 
-# What older compilers make of a kernel, and nobody has mended: a few registers of a tile in float32
-# are spilled, and codes are widened with more instructions; scales of groups of 16, and with many
+# Known faults of older compilers' code, which nobody has fixed: a few registers of a float32 tile
+# are spilled, and widening codes takes more instructions; scales of groups of 16, and with many
 # rows fifth bits, reach their weights through shared memory.
 _NVFP4 = "packed_matmul llama_8b gate_up fp4 g16 halves bf16 rows"
 KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
     ("3.6.0", pausing_products): tuple((f"{_NVFP4} 128", cc) for cc in (86, 120)),
-    # It is for checking others.
+    # Only checks other kernels.
     ("3.6.0", spilling): (("attention decode gemma3_270m fp32 kv fp32", 86),),
     ("3.6.0", taking_detours): (
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16, 32, 128) for cc in (86, 90, 120)),
@@ -309,7 +312,7 @@ KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
 
 
 def offenders(gate: Gate, table: Table, triton: str) -> list[object]:
-    """Those that a gate finds, but for what that gate is known to find of that triton."""
+    """The violations of a gate, without those that it is known to find with that triton."""
     return [key for key in gate(shipped(table)) if key not in KNOWN.get((triton, gate), ())]
 
 

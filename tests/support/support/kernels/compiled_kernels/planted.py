@@ -1,4 +1,4 @@
-"""Signatures that spoil shipped kernels, one way each, so that the gates are seen to fail."""
+"""Signatures of kernels with planted faults, one each, to show that the gates find them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     decode = attention_signature(LLAMA, Phase.DECODE, torch.bfloat16, KVFormat.INT8, capability)
     yield replace(decode, name="planted: too few registers", max_registers=32)
     yield replace(decode, name="planted: no promise of alignment", aligned=False)
-    # Plain casts of codes instead of the few instructions that make halves of them.
+    # Plain casts of codes instead of the few instructions that assemble float16 numbers.
     by_cast = {**decode.constexprs, "ASM": "none"}
     yield replace(decode, name="planted decode: codes by cast", constexprs=by_cast)
-    # The order of the codes is that of one warp's registers.
+    # The codes lie in the order of one warp's registers.
     yield replace(decode, name="planted decode: another order of codes", num_warps=2)
     large = attention_signature(
         LLAMA, Phase.PREFILL, torch.bfloat16, KVFormat.BF16, capability, Tile(128, 128, 8, 5)
@@ -61,7 +61,7 @@ def matmul_signatures(capability: int) -> Iterator[KernelSignature]:
 
 
 def one_program(capability: int) -> KernelSignature:
-    """How a weight of 4 bits is compiled with a second sum, for the product of each group."""
+    """How a 4-bit weight is compiled with a second sum, for the product of each group."""
     table = architecture(capability)
     assert table is not None
     alone = matmul_signature(GATE_UP, INT4_SYMMETRIC, table.tiles[4], capability)

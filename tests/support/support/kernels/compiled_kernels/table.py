@@ -1,7 +1,7 @@
-"""A table of what kernels are compiled to: a row for each signature and compute capability.
+"""A table of compiled kernels: a row for each signature and compute capability.
 
-A row holds the digest of all that it depends on. While that is unchanged the row is what compiling
-would give again, so only other rows are compiled, and a sample to see that this holds.
+A row holds the digest of everything that it depends on. While that is unchanged, compiling again
+would give the same row, so only other rows are compiled, and a sample to check this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_MORE_IN_LOOP = 0.05
 
 @cache
 def every_signature() -> dict[Key, KernelSignature]:
-    """Return what a table has rows of, in its order: all that is shipped, and planted faults."""
+    """Return the rows of a table, in its order: all shipped kernels, and planted faults."""
     return {
         (signature.name, capability): signature
         for source in (signatures, planted.signatures)
@@ -66,7 +66,7 @@ def stale(table: Table, triton: str) -> list[Key]:
 
 
 def dearer(found: Row, before: Row) -> Iterator[str]:
-    """Yield in which ways a row is far from what it was; in its hot loop, only if it takes more."""
+    """Yield how a row differs too much from before; of its hot loop, only increases count."""
     for what in ("registers", "shared", "instructions", "wide_loads"):
         if abs(found[what] - before[what]) > MOST_MORE * before[what]:
             yield f"{what} {before[what]} -> {found[what]}"

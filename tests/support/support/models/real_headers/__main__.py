@@ -48,10 +48,10 @@ _WAYS = ("whole", "small", "texts", "template", "listing")
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """One way to try one thing.
+    """One attempt, by one way, at one header.
 
     Attributes:
-        header: for the reasons for which it may be refused.
+        header: selects the reasons for which it may be refused.
     """
 
     name: str
@@ -92,7 +92,7 @@ def _headers(place: Path) -> Iterable[Header]:
 
 
 def _trials(place: Path) -> Iterator[_Trial]:
-    """List what there is to try in a folder of folders, or in a file of settings."""
+    """List the attempts for a folder of folders, or for a file of settings."""
     for header in _headers(place):
         yield _Trial(header.name, "whole", partial(try_whole, header), header)
         yield _Trial(header.name, "small", partial(try_small, header), header)
@@ -124,7 +124,7 @@ def _outcome(trial: _Trial) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         try:
             return trial.run(Path(folder))
-        except Exception as error:  # of ours: that is what the trial is for
+        except Exception as error:  # an error of ours: the trial looks for these
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             return Outcome("wrong", f"{type(error).__name__} at {where}: {error}")

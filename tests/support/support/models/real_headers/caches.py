@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence, counted by the cache of transformers' class without content."""
+"""What a model keeps of a sequence: counts the cache of transformers' class, without content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Kept:
 
     Attributes:
         of_token: keys and values, or latents.
-        of_sequence: recurrent states, whatever its length.
+        of_sequence: recurrent states, whose size does not depend on the length.
     """
 
     of_token: int
@@ -25,7 +25,7 @@ class Kept:
 
 
 def kept(model: Any, config: dict[str, Any]) -> Kept:
-    """Run one token through a model on the device meta, and count what its cache holds.
+    """Run one token through a model on the meta device, and count what its cache holds.
 
     Args:
         model: of transformers, of real size.
@@ -38,7 +38,7 @@ def kept(model: Any, config: dict[str, Any]) -> Kept:
 
 
 def kept_in_all(model: Any, num_tokens: int) -> int:
-    """Count the numbers of whatever cache a class keeps of a sequence on the device meta."""
+    """Count the numbers in any cache that a class keeps of a sequence on the meta device."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     left: list[Any] = [_cache_after(model, num_tokens)]
@@ -58,11 +58,11 @@ def kept_in_all(model: Any, num_tokens: int) -> int:
 
 def _cache_after(model: Any, num_tokens: int) -> Any:
     for module in model.modules():
-        if type(module).__name__.endswith("Experts"):  # which choose by content
+        if type(module).__name__.endswith("Experts"):  # their routers choose by content
             module.forward = lambda hidden, *chosen, **weights: hidden
-    # Llama 4's class for images runs with them only.
+    # Llama 4's image class runs only with images.
     run = model.language_model if model.config.model_type == "llama4" else model
-    # Whether a row holds several sequences is asked of its content; these are one sequence.
+    # The class looks at the content to tell whether a row holds several sequences; here it is one.
     one = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
     with torch.inference_mode(), one:
         tokens = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
@@ -74,14 +74,14 @@ def _cache_after(model: Any, num_tokens: int) -> Any:
 def _keys_and_values(layer: Any, text: dict[str, Any]) -> int:
     keys, values = int(layer.keys.numel()), int(layer.values.numel())
     if text.get("kv_lora_rank"):
-        return keys + values  # latents, and the part of keys that turns
-    # Falcon's class repeats the heads of grouped queries before it keeps them.
+        return keys + values  # latents, and the rotated part of keys
+    # Falcon's class stores the heads of grouped queries repeated.
     repeats: int = layer.keys.shape[1] // text["num_kv_heads"] if text.get("num_kv_heads") else 1
-    return 2 * max(keys, values) // repeats  # a page's keys and values are of one width
+    return 2 * max(keys, values) // repeats  # a page has one width for keys and values
 
 
 def _state(layer: Any) -> int:
-    """Count what the next token needs; the classes keep one input of each filter more."""
+    """Count what the next token needs; the classes keep one more input per filter."""
     filters = [state for state in getattr(layer, "conv_states", {}).values() if state is not None]
     maps = [state for state in getattr(layer, "recurrent_states", {}).values() if state is not None]
     inputs = sum(math.prod(state.shape[1:-1]) * (state.shape[-1] - 1) for state in filters)

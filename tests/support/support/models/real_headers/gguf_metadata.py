@@ -1,7 +1,7 @@
-"""Tries the metadata of a GGUF file, as a listing of its keys: `KEY TYPE = VALUE`, a line each.
+"""Tries a GGUF file's metadata, from a listing of its keys: `KEY TYPE = VALUE`, a line each.
 
-Transformers reads the keys and makes the model that they describe; the gguf package names its
-tensors. The vocabulary, which no listing has, is made up.
+transformers reads the keys and builds the model that they describe; the gguf package names its
+tensors. No listing has the vocabulary, so one is made up.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _write(
     entries: dict[str, tuple[gguf.GGUFValueType, Any]],
     shapes: dict[str, tuple[int, ...]],
 ) -> None:
-    """Write a file of 16-bit tensors, with a hole for their data."""
+    """Write a file of 16-bit tensors, with a hole in place of their data."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("listed")
     for key, (kind, value) in entries.items():

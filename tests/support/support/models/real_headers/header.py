@@ -22,11 +22,11 @@ QUANTIZATION = (
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One folder.
+    """The header in one folder.
 
     Attributes:
         beside: other files with settings, by name; the index is not among them.
-        index: of the weights; None if it is not there.
+        index: of the weights; None if the folder has none.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Quantizes a header's tensors in the form that its settings name, and says what they stand for.
+"""Quantizes a header's tensors in the form that its settings name, and gives their dense values.
 
-Independent of the readers under test: each form is written out from its maker's description. Works
-on tensors without content as well.
+Independent of the readers under test: each form follows its maker's description. Works on tensors
+without content as well.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Encode = Callable[[Tensor], tuple[Parts, Tensor]]
 
 E4M3_MOST = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of all makers: what lies beside the decoder's linears.
+# Of all makers: the parts beside the decoder's linears.
 _OTHERS = ("embed", "lm_head", "visual", "vision", "projector", "audio", "norm", "conv")
 
 
 class UnknownFormError(Exception):
-    """No maker's description of this form is written out here."""
+    """This file implements no maker's description of this form."""
 
 
 def fp8_blocks(weight: Tensor, rows: int = 128, columns: int = 128) -> tuple[Parts, Tensor]:
-    """DeepSeek's: a scale for each block of 128 by 128."""
+    """DeepSeek's form: a scale for each block of 128 by 128."""
     count = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
     if weight.is_meta:
         scale = torch.empty(count, device="meta")
@@ -63,7 +63,7 @@ def fp8_rows(weight: Tensor) -> tuple[Parts, Tensor]:
 
 
 def _to_e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and values of the nearest numbers of four bits."""
+    """Return codes and values of the nearest 4-bit numbers."""
     levels = torch.tensor(_E2M1, device=values.device)
     bounds = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(values.abs(), bounds) if not values.is_meta else values.to(torch.int64)
@@ -81,7 +81,7 @@ def nvfp4(
     """ModelOpt's: groups of 16 with E4M3 scales, and a scale of the matrix.
 
     Args:
-        divides: compressed-tensors' names, whose scale of the matrix is the inverse.
+        divides: use compressed-tensors' names, whose scale of the matrix is the inverse.
     """
     whole = weight.abs().amax().float() / (6 * E4M3_MOST)
     groups = weight.reshape(weight.shape[0], -1, 16)
@@ -101,7 +101,7 @@ def nvfp4(
 
 
 def mxfp4(weight: Tensor) -> tuple[Parts, Tensor]:
-    """The Open Compute Project's, of a stack (experts, inputs, outputs) as gpt-oss stores it."""
+    """The Open Compute Project's form of a stack (experts, inputs, outputs), as in gpt-oss."""
     turned = weight.transpose(1, 2).contiguous()
     groups = turned.reshape(*turned.shape[:2], -1, 32)
     exponent = torch.floor(torch.log2(groups.abs().amax(3) / 6)) + 1
@@ -154,7 +154,7 @@ def awq(weight: Tensor, bits: int, group: int, *, symmetric: bool) -> tuple[Part
 def gptq(
     weight: Tensor, bits: int, group: int, *, symmetric: bool, ordered: bool, less: int = 1
 ) -> tuple[Parts, Tensor]:
-    """AutoGPTQ's form; `less` is what its zeros are stored less."""
+    """AutoGPTQ's form; it stores zero points minus `less`."""
     codes, scale, zero, dense = _rounded(weight, bits, group, symmetric=symmetric)
     parts = {
         ".qweight": _words(codes, bits).T.contiguous(),
@@ -187,12 +187,12 @@ def whole_ints(weight: Tensor) -> tuple[Parts, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a header stores which tensors.
+    """Which tensors a header stores in which way.
 
     Attributes:
-        encode: of a tensor's name and shape, what encodes it; None keeps it as it is.
-        kv_scales: beside keys and values, one of a tensor.
-        parts_experts: a stack of experts is stored one by one.
+        encode: returns the encoder for a tensor's name and shape; None keeps the tensor as it is.
+        kv_scales: stored beside keys and values, one per tensor.
+        parts_experts: whether a stack of experts is stored one by one.
     """
 
     encode: Callable[[str, tuple[int, ...]], Encode | None]
@@ -202,7 +202,7 @@ class Quantization:
     _of_shapes: dict[Any, tuple[Parts, Tensor]] = field(default_factory=dict, compare=False)
 
     def tensors(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return a tensor's parts by name, and the tensor that they stand for."""
+        """Return the stored tensors by name, and the dense tensor that they stand for."""
         stack = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)", name)
         if self.parts_experts and stack and tensor.dim() == 3:
             return self._of_experts(stack[1], stack[2], tensor)
@@ -218,7 +218,7 @@ class Quantization:
         return found, dense
 
     def _encoded(self, name: str, tensor: Tensor) -> tuple[Parts, Tensor] | None:
-        """Encode a tensor; one without content once for all of its form, type and shape."""
+        """Encode a tensor; one without content is encoded once per form, dtype and shape."""
         if not tensor.is_meta:
             encode = self.encode(name, tuple(tensor.shape))
             return None if encode is None else encode(tensor)
@@ -232,7 +232,7 @@ class Quantization:
         return self._of_shapes.get(key)
 
     def _of_experts(self, base: str, kind: str, stack: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Store each expert's matrices apart, if any of them is quantized."""
+        """Store each expert's matrices separately, if any of them is quantized."""
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         first = f"{base}.0.{names[0]}.weight"
         if self.encode(first, tuple(stack.shape[1:])) is None:
@@ -256,10 +256,10 @@ class Quantization:
 
 
 def quantization_of(header: Header) -> Quantization | None:
-    """Read which form a header's settings name; None: weights of 16 bits.
+    """Return the form that a header's settings name; None: 16-bit weights.
 
     Raises:
-        UnknownFormError: it is not written out here.
+        UnknownFormError: this file does not implement it.
     """
     config = header.quantization
     if config is None:
@@ -282,7 +282,7 @@ def quantization_of(header: Header) -> Quantization | None:
 
 @cache
 def _with(encode: Callable[..., tuple[Parts, Tensor]], *given: Any, **named: Any) -> Encode:
-    """Return one object for an encoder and its settings, by which results are found again."""
+    """Return the same object for equal encoders and settings, as a key of cached results."""
     return lambda weight: encode(weight, *given, **named)
 
 

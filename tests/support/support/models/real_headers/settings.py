@@ -1,4 +1,4 @@
-"""Reduces headers to settings that may be committed: numbers, switches and names of types.
+"""Reduces headers to settings that we may commit: numbers, switches and names of types.
 
 scripts/real_headers FOLDER... --reduce FILE
 """
@@ -21,7 +21,7 @@ _NOT_SETTINGS = {
     "_name_or_path", "name_or_path", "transformers_version", "id2label", "label2id", "auto_map",
     "_attn_implementation", "attn_implementation", "_flash_attn_2_enabled",
     "producer", "task_specific_params", "custom_pipelines", "_commit_hash", "config_groups",
-    # Of transformers' generation, which once stood in every section.
+    # transformers' settings of generation, which every section once had.
     "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
     "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
@@ -38,7 +38,7 @@ _EXPERT = re.compile(r"experts\.(\d+)(?=\.|$)")
 
 
 def write_settings(headers: Iterable[Header], file: Path) -> None:
-    """Write the settings of each kind of header once, a line each."""
+    """Write the settings of each kind of header once, one per line."""
     kept: dict[str, str] = {}
     for header in headers:
         reduced_header = reduced(header)
@@ -72,7 +72,7 @@ def reduced(header: Header) -> Header:
 
 
 def _kind(header: Header) -> str:
-    """Return what is the same for headers of a family, a form of weights and a rotation."""
+    """Return what equal headers share: family, form of weights and rotation."""
     text, form = text_section(header.config), header.quantization or {}
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     return json.dumps(
@@ -87,7 +87,7 @@ def _kind(header: Header) -> str:
 
 def _settings(value: dict[str, Any]) -> dict[str, Any]:
     found = {key: _setting(one) for key, one in value.items() if key not in _NOT_SETTINGS}
-    if value.get("quant_method") == "compressed-tensors":  # ModelOpt repeats itself there
+    if value.get("quant_method") == "compressed-tensors":  # ModelOpt repeats its settings there
         found["config_groups"] = value.get("config_groups")
     return {key: one for key, one in found.items() if one is not ...}
 
@@ -105,7 +105,7 @@ def _setting(value: Any) -> Any:
 
 
 def _of_layers(value: dict[str, Any], count: int) -> dict[str, Any]:
-    """Leave out what is said of layers and experts that are cut off, here and deeper."""
+    """Leave out entries about layers and experts that were cut off, at any depth."""
 
     def is_kept(name: Any) -> bool:
         layer, expert = _LAYER.search(str(name)), _EXPERT.search(str(name))

@@ -1,4 +1,4 @@
-"""Scales a model's settings down: sizes are cut consistently, and no other key is touched."""
+"""Scales a model's settings down: cuts sizes consistently and changes no other key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 VOCABULARY = 320
-FIRST_SPECIAL = 256  # below lie the tokens of texts
+FIRST_SPECIAL = 256  # smaller ids are those of texts
 CONTEXT = 256
 WINDOW = 7
 _HEADS = 4
@@ -102,7 +102,7 @@ class _Text:
         return self._new
 
     def _set(self, key: str, value: Any) -> None:
-        """Set a key that the maker gave a number."""
+        """Set a key, if the maker gave it a number."""
         if self._is_number(key):
             self._new[key] = value
 
@@ -144,7 +144,7 @@ class _Text:
             value = self._old.get(key)
             if isinstance(value, list) and value and value[0] < _MOST_LAYERS:
                 count = max(count, value[0] + 1)
-        linear = self._old.get("linear_attn_config")  # of Kimi, whose layers count from 1
+        linear = self._old.get("linear_attn_config")  # of Kimi, which counts layers from 1
         if isinstance(linear, dict) and linear.get("full_attn_layers"):
             count = max(count, min(linear["full_attn_layers"]))
         count = min(count, old)
@@ -311,7 +311,7 @@ class _Text:
                 self._cut_rope(section[key], context)
 
     def _rotary(self, section: dict[str, Any]) -> int:
-        """Return how many elements of a head turn."""
+        """Return how many elements of a head are rotated."""
         if self._is_number("qk_rope_head_dim"):
             return int(self._new["qk_rope_head_dim"])
         dim = self._new.get("head_dim") or 4 * self._unit // _HEADS
@@ -326,14 +326,14 @@ def _cut_lists(section: dict[str, Any], old: int, count: int) -> None:
 
 
 def _shares(sections: list[int], total: int) -> list[int]:
-    """Divide `total` as `sections` divide their sum; the first takes what is left."""
+    """Divide `total` in the proportions of `sections`; the first part takes the remainder."""
     found = [total * each // sum(sections) for each in sections]
     found[0] += total - sum(found)
     return found
 
 
 def _cut_ids(section: dict[str, Any], ids: dict[int, int]) -> None:
-    """Give tokens with a meaning ids of the small vocabulary, the same one in every section."""
+    """Give special tokens ids of the small vocabulary, the same ids in every section."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -345,7 +345,7 @@ def _cut_ids(section: dict[str, Any], ids: dict[int, int]) -> None:
             section[key] = [cut(each) for each in value] if isinstance(value, list) else cut(value)
 
 
-# Sizes of towers for other than text, which are built and never run.
+# Sizes of towers for other modalities, which are built and never run.
 TOWER: dict[str, Any] = {
     "num_hidden_layers": 1, "depth": 1, "depths": None, "encoder_layers": 1, "num_layers": 1,
     "hidden_size": 32, "embed_dim": 32, "d_model": 32, "intermediate_size": 32,
@@ -365,7 +365,7 @@ def _cut_tower(section: dict[str, Any], width: int) -> None:
         if key in ("out_hidden_size", "projection_dim", "output_dim", "text_hidden_size"):
             section[key] = width
         elif key == "hidden_size" and value and section.get("embed_dim"):
-            section[key] = width  # Qwen2-VL's: of what the tower gives
+            section[key] = width  # Qwen2-VL's: of the tower's output
         elif key in TOWER and value is not None and TOWER[key] is not None:
             is_size = isinstance(value, int | float | list) and not isinstance(value, bool)
             if is_size and not (isinstance(value, list) and not isinstance(TOWER[key], list)):

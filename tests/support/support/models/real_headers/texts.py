@@ -1,6 +1,7 @@
-"""Tries the settings of texts beside a header: sampling, ends, control tokens, chat templates.
+"""Tries the text settings beside a header: sampling, ends, control tokens, chat templates.
 
-No header has a vocabulary. One of bytes stands in, with each token that the files name at its id.
+No header has a vocabulary. A byte vocabulary stands in, with each token that the files name at its
+id.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FILES = (
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _ENDS = ("end", "eot", "eos", "eom", "im_end", "turn", "return", "call", "user", "observation")
 _VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
-_OPTIONS = {"datetime": "2026-11-28", "functions": "[]"}  # which some template wants
+_OPTIONS = {"datetime": "2026-11-28", "functions": "[]"}  # some template needs it
 TOOLS = [
     {
         "type": "function",
@@ -119,12 +120,12 @@ def try_template(file: Path, _folder: Path) -> Outcome:
 def _of_chat(
     ours: ChatTemplate, theirs: Any, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> tuple[str | None, bool]:
-    """Return what differs, and whether there is a text."""
+    """Return the difference, and whether there is a text."""
     try:
         wanted = theirs.apply_chat_template(
             chat, tools=tools, tokenize=False, add_generation_prompt=True, **_OPTIONS
         )
-    except Exception as error:  # of the template's author, or of Jinja
+    except Exception as error:  # an error of the template's author, or of Jinja
         wanted = error
     try:
         found: str | Exception = ours.render(chat, tools=tools, options=_OPTIONS)
@@ -193,7 +194,7 @@ def _of_tokens(folder: Path, source: TokenizerSource) -> Iterator[str]:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json: a vocabulary of bytes, and the tokens of other files at their ids."""
+    """Write tokenizer.json: a byte vocabulary, and the other files' tokens at their ids."""
     tokens = _named_tokens(folder)
     alphabet = list(pre_tokenizers.ByteLevel.alphabet())
     free = (n for n in range(len(alphabet) + len(tokens) + 1) if n not in tokens.values())

@@ -1,4 +1,4 @@
-"""A header's model as transformers makes it: its tensors as a hub has them, and its logits."""
+"""transformers' model of a header: its tensors under their names on a hub, and its logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_THEIRS = (
     "_attn_implementation", "attn_implementation", "_flash_attn_2_enabled",
 )  # fmt: skip
 
-# Of models whose parts are models: section, class and prefix of the one that gives text.
+# Models whose parts are models: section, class and prefix of the part that generates text.
 _TEXT_PARTS = {
     "deepseek_vl_v2": ("language_config", "DeepseekV2ForCausalLM", "language."),
     "gemma3n": ("text_config", "Gemma3nForCausalLM", "model.language_model."),
@@ -39,15 +39,15 @@ _MINICPMV = {"2.5": "Llama", "2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
 
 
 class NoClassError(Exception):
-    """Transformers has no class for a config, or its class does not take it."""
+    """transformers has no class for a config, or its class refuses it."""
 
 
 class TooLargeError(Exception):
-    """A size that was not cut is as large as in a real model."""
+    """A size that was not cut keeps the model as large as a real one."""
 
 
 def part_of(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the config of the part that gives text, and the prefix of its tensors."""
+    """Return the config of the part that generates text, and the prefix of its tensors."""
     model_type = str(config.get("model_type"))
     if model_type == "minicpmv" and str(config.get("version")) in _MINICPMV:
         kind = _MINICPMV[str(config["version"])]
@@ -61,7 +61,7 @@ def part_of(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def placed(prefix: str, name: str) -> str:
-    """Return the name that a tensor of a text part has in the whole's file."""
+    """Return the name of a text part's tensor in the file of the whole model."""
     return prefix + (name.removeprefix("model.") if prefix.startswith("model.") else name)
 
 
@@ -69,7 +69,7 @@ def class_of(config: dict[str, Any]) -> Any:
     """Return transformers' class of a config's architecture, or of its model_type.
 
     Raises:
-        NoClassError: there is none, but for code of the checkpoint.
+        NoClassError: there is none, except in the checkpoint's own code.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -87,11 +87,11 @@ def class_of(config: dict[str, Any]) -> Any:
         found: Any = getattr(transformers, name, None)
         if not hasattr(found, "save_pretrained"):
             continue
-        # A maker's own name for the type of a model whose class is named after another's.
+        # A maker's own model_type for a model whose class has another name.
         is_own_type = model_type not in CONFIG_MAPPING
         if is_own_type or found.config_class is CONFIG_MAPPING[model_type]:
             return found
-        # A text whose class is another type's has settings of its own: InternLM 3 is a Llama.
+        # A text part with another type's class has settings of its own: InternLM 3 is a Llama.
         is_its_own = name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
         if is_its_own and not CONFIG_MAPPING[model_type].sub_configs:
             return found
@@ -99,7 +99,7 @@ def class_of(config: dict[str, Any]) -> Any:
 
 
 def config_of(config: dict[str, Any], folder: Path) -> Any:
-    """Read a config as transformers reads the file of a folder."""
+    """Read a config as transformers reads it from a folder's file."""
     import transformers
 
     plain = {key: value for key, value in config.items() if key not in _NOT_THEIRS}
@@ -108,10 +108,10 @@ def config_of(config: dict[str, Any], folder: Path) -> Any:
         plain["text_config"] = {key: value for key, value in text if key not in _NOT_THEIRS}
     plain["model_type"] = class_of(config).config_class.model_type
     length = "original_max_position_embeddings"
-    if length in plain and plain.get("rope_scaling"):  # where the class looks for it
+    if length in plain and plain.get("rope_scaling"):  # moved to where the class looks for it
         plain["rope_scaling"] = {length: plain[length], **plain["rope_scaling"]}
     rope = plain.get("rope_scaling") or {}
-    if multiple := rope.get("attn_factor"):  # as vLLM reads it; the class passes over the key
+    if multiple := rope.get("attn_factor"):  # as vLLM reads it; the class ignores the key
         usual = 0.1 * math.log(rope["factor"]) + 1
         plain["rope_scaling"] = {**rope, "attention_factor": multiple * usual}
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def config_of(config: dict[str, Any], folder: Path) -> Any:
     found = transformers.AutoConfig.from_pretrained(folder)
     text = found.get_text_config()
     if text is not found and _is_unread(text, text_section(config)):
-        # A flat config of old, of which this class reads the defaults of its sections only.
+        # From an old flat config this class reads only the defaults of its sections.
         plain = {**plain, "text_config": {**plain, "model_type": text.model_type}}
         (folder / "config.json").write_text(json.dumps(plain))
         found = transformers.AutoConfig.from_pretrained(folder)
@@ -127,7 +127,7 @@ def config_of(config: dict[str, Any], folder: Path) -> Any:
 
 
 def _is_unread(text: Any, given: dict[str, Any]) -> bool:
-    """Return True if a text part has its class's defaults in place of what a config gives."""
+    """Return True if a text part has its class's defaults instead of the config's values."""
     share = given.get("partial_rotary_factor")
     rope = getattr(text, "rope_parameters", None) or {}
     keys = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -136,7 +136,7 @@ def _is_unread(text: Any, given: dict[str, Any]) -> bool:
 
 
 def with_towers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write into a config what its towers leave to their classes, so that it is cut as well.
+    """Write into a config the sizes that its towers leave to their classes, to be cut as well.
 
     Raises:
         NoClassError: see `class_of`.
@@ -166,7 +166,7 @@ def with_towers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def with_sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write into a config the sizes of its text part that its class has and it does not."""
+    """Write into a config the sizes of its text part that its class has and it lacks."""
     text = config_of(config, folder).get_text_config()
     missing = {
         key: getattr(text, key)
@@ -179,7 +179,7 @@ def with_sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def without_content(config: dict[str, Any], folder: Path) -> Any:
-    """Make transformers' model of a config on the device meta.
+    """Build transformers' model of a config on the meta device.
 
     Raises:
         NoClassError: see `class_of`.
@@ -194,11 +194,11 @@ def without_content(config: dict[str, Any], folder: Path) -> Any:
 
 
 def with_content(config: dict[str, Any], folder: Path) -> Any:
-    """Make transformers' model of a config in float32, with random weights.
+    """Build transformers' model of a config in float32, with random weights.
 
     Raises:
         NoClassError: see `class_of`.
-        TooLargeError: it is no small model.
+        TooLargeError: the model is not small.
     """
     model = without_content(config, folder)
     if model.num_parameters() > MOST_PARAMETERS:
@@ -211,7 +211,7 @@ def with_content(config: dict[str, Any], folder: Path) -> Any:
 
 
 def hub_tensors(model: Any) -> dict[str, Tensor]:
-    """List a model's tensors under the names that a hub has."""
+    """Return a model's tensors under the names that a hub has."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = model.state_dict()
@@ -221,14 +221,14 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def num_of_text(model: Any) -> int:
-    """Count the weights of a model's part that reads and writes text."""
+    """Count the weights of the part of a model that generates text."""
     parts = [model.get_decoder(), model.get_output_embeddings()]
     found = {id(each): each for part in parts if part is not None for each in part.parameters()}
     return sum(each.numel() for each in found.values())
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
-    """Logits of the saved model (num_tokens, vocab_size), read by transformers in float32."""
+    """Return the saved model's logits (num_tokens, vocab_size), read by transformers in float32."""
     import transformers
 
     made = class_of(json.loads((folder / "config.json").read_text()))
@@ -247,18 +247,18 @@ def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
         raise AssertionError(f"transformers misses {sorted(about['missing_keys'])[:3]}")
     for module in model.modules():
         if hasattr(module, "time_step_limit") and hasattr(settings, "time_step_limit"):
-            # Nemotron-H's class has another lower bound in prompts than in answers; its maker's
-            # own code has this one in both.
+            # Nemotron-H's class clamps to another lower bound in prompts than in answers; its
+            # maker's own code has this one in both.
             low, high = settings.time_step_limit
             module.time_step_limit = (low, min(high, torch.finfo(torch.float32).max))
-    # Llama 4's class for images runs with them only.
+    # Llama 4's image class runs only with images.
     run = model.language_model if settings.model_type == "llama4" else model
     with torch.inference_mode():
         logits: Tensor = run.eval()(torch.tensor([token_ids]), **extra).logits[0]
     if settings.model_type in (
         "aya_vision",
         "cohere2_vision",
-    ):  # the class leaves out what the text's has
+    ):  # the class lacks a setting that the text's class has
         logits = logits * text.logit_scale
     return logits.float()
 
@@ -274,7 +274,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _fill(model: Any) -> None:
-    """Draw weights so large that every part shows; keep what numbers start from."""
+    """Draw weights so large that every part shows; keep initial values that matter."""
     random = torch.Generator().manual_seed(1)
     buffers = [
         item

@@ -1,4 +1,4 @@
-"""Tries one header in two ways, and judges what comes of it."""
+"""Tries one header in two ways, and judges the outcome."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 _SIZES = {name: torch.empty(0, dtype=dtype).element_size() for dtype, name in _NAMES.items()}
-_ENOUGH = 1 << 43  # bytes of an imagined machine, which holds any model
+_ENOUGH = 1 << 43  # bytes of an imagined machine that holds any model
 LOGITS, SIZES = 1e-4, 0.02  # largest relative differences
-_LONG, _MOST_SPARE = 4096, 1.5  # tokens read by a class with a cache of its own; its planned size
+_LONG, _MOST_SPARE = 4096, 1.5  # tokens of a class with its own cache; its planned size
 _TOKENS = 45
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trial.
+    """The outcome of a trial.
 
     Attributes:
         state: "ok", "refused", "wrong" or "untried".
-        reason: of a refusal, what was said; else what is wrong or left out.
-        served: by what, if all is right.
+        reason: a refusal's text; else what is wrong or left out.
+        served: what executes the model, if all is right.
     """
 
     state: str
@@ -111,7 +111,7 @@ def try_small(header: Header, folder: Path) -> Outcome:
 
 
 def _loaded(source: ModelSource, context: int | None) -> Executor[Any]:
-    """Load on the reference kernels, by transformers' modules if no family of ours has it."""
+    """Load on the reference kernels, or by transformers' modules if we have no such family."""
     device = torch.device("cpu")
     if source.fallback is None:
         return load_decoder(source, REFERENCE, device, torch.float32, context_length=context)
@@ -127,7 +127,7 @@ def _their_context(folder: Path) -> int:
 
 
 def _context_of(source: ModelSource) -> int | None:
-    """Return the context with which angles that depend on it are as transformers takes them."""
+    """Return the context with which context-dependent angles equal transformers'."""
     rope = source.config.get("rope_scaling") or source.config.get("rope_parameters") or {}
     original = rope.get("original_max_position_embeddings") or source.config.get(
         "original_max_position_embeddings"
@@ -136,7 +136,7 @@ def _context_of(source: ModelSource) -> int | None:
 
 
 def _with_quantization(header: Header, folder: Path) -> Outcome | None:
-    """Write a small model twice: dense, and as its maker stores it; or say why not."""
+    """Write a small model twice: dense, and in its maker's form; or return why not."""
     try:
         form = quantization_of(header)
         unit = 16 if form is None else 32
@@ -145,7 +145,7 @@ def _with_quantization(header: Header, folder: Path) -> Outcome | None:
         part, prefix = part_of(config)
         try:
             tensors = hub_tensors(with_content(part, folder / "dense"))
-        except TooLargeError:  # sizes that its class has in place of missing ones
+        except TooLargeError:  # the class's defaults for missing sizes
             config = scaled_down(with_sizes(whole, folder / "dense"), unit)
             part, prefix = part_of(config)
             tensors = hub_tensors(with_content(part, folder / "dense"))
@@ -170,7 +170,7 @@ def _with_quantization(header: Header, folder: Path) -> Outcome | None:
 
 
 def _refused_unseen(header: Header, folder: Path, why: str) -> Outcome:
-    """Open a folder whose tensors nobody here can name: it must be refused by its settings."""
+    """Open a folder whose tensor names nobody here knows: its settings must be refused."""
     _write_settings(header, header.config, folder / "stored")
     _write_sparse(folder / "stored" / "model.safetensors", {"model.norm.weight": ("BF16", (8,))})
     try:
@@ -200,7 +200,7 @@ def try_whole(header: Header, folder: Path) -> Outcome:
         return _refused_unseen(header, folder, f"no description here of {error}")
     dtype = _dtype_of(header.config)
     entries: Entries = {}
-    contents: dict[str, Tensor] = {}  # of what must be read to know a shape
+    contents: dict[str, Tensor] = {}  # of tensors that must be read to know a shape
     for name, tensor in hub_tensors(model).items():
         parts = {name: tensor} if form is None else form.tensors(name, tensor)[0]
         for key, value in parts.items():
@@ -221,7 +221,7 @@ def try_whole(header: Header, folder: Path) -> Outcome:
 
 
 def judged(header: Header, source: ModelSource, model: Any) -> Outcome:
-    """Plan a model's memory as `fit` and `serve` do, and compare it with what its makers say.
+    """Plan a model's memory as `fit` and `serve` do, and compare it with its makers' numbers.
 
     Args:
         model: transformers', without content.
@@ -242,11 +242,11 @@ def _served(source: ModelSource) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is planned.
+    """A plan of memory.
 
     Attributes:
         kv_bytes: of a token on a GPU, with keys and values in 16 bits.
-        ways: to serve it, of `fit`.
+        ways: of serving it, by `fit`.
     """
 
     weight_bytes: int
@@ -273,7 +273,7 @@ def _problems(header: Header, source: ModelSource, plan: _Plan, model: Any) -> I
     lengths = ("max_position_embeddings", "seq_length", "n_positions")
     given = next((text[key] for key in lengths if key in text), None)
     if given is not None and "index_topk" in text and source.spec.own_cache is None:
-        given = min(given, text["index_topk"])  # an indexer ends contexts
+        given = min(given, text["index_topk"])  # an indexer limits contexts
     if given is not None and plan.context != given:
         yield f"a context of {plan.context}, and config.json says {given}"
     if not plan.ways:
@@ -341,7 +341,7 @@ def _write_shards(
 
 
 def _as_named(entries: Entries, names: Set[str]) -> Entries:
-    """Give tensors the names of an index where its maker has other ones than the class.
+    """Give tensors the names of an index where its maker's differ from the class's.
 
     Those of a text part lie deeper, and experts are stored one by one.
     """
@@ -365,7 +365,7 @@ def _as_named(entries: Entries, names: Set[str]) -> Entries:
 
 
 def _write_sparse(path: Path, entries: Entries, contents: dict[str, Tensor] | None = None) -> None:
-    """Write a safetensors file of the right length, with a hole for its data but `contents`."""
+    """Write a safetensors file of the right length, with a hole for all but `contents`."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in entries.items():

@@ -1,1 +1,1 @@
-"""Suites for the benchmark's supervisor that do what no suite should."""
+"""Misbehaving suites for the tests of the benchmark's supervisor."""

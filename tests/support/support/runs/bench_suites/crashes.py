@@ -7,7 +7,7 @@ from typing import Any
 
 
 def measure(rows: Any, wanted: Any) -> None:
-    """Dies in the first measurement, unless the file that is the model says otherwise."""
+    """Die in the first measurement, unless the model's file says otherwise."""
 
     def die() -> dict[str, Any]:
         if not Path(wanted.model).exists():

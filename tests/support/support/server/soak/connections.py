@@ -1,4 +1,4 @@
-"""Connections that nobody ends, and more of them than there are files for."""
+"""Connections that clients never close, and more of them than the server may open files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @asynccontextmanager
 async def many(server: Server, count: int) -> AsyncIterator[list[Connection]]:
-    """Connections that are broken off in the end; what is not accepted is left out."""
+    """Connections that are closed at the end; those that are not accepted are left out."""
     connections = [Connection(server.url) for _ in range(count)]
     try:
         await asyncio.gather(*(one.open() for one in connections), return_exceptions=True)
@@ -31,7 +31,7 @@ async def many(server: Server, count: int) -> AsyncIterator[list[Connection]]:
 
 
 async def half_open(server: Server, *, count: int) -> dict[str, int]:
-    """Connections that say nothing, or half a head: whoever comes then is answered.
+    """Connections that send nothing, or half a head: later clients must be answered nevertheless.
 
     Raises:
         SoakError: the server is not as before.
@@ -46,7 +46,7 @@ async def half_open(server: Server, *, count: int) -> dict[str, int]:
 
 
 async def slowloris(server: Server, *, count: int, limit: float) -> dict[str, int]:
-    """A byte now and then, before the first request and after it: all are hung up on.
+    """Send a byte now and then, before the first request and after it: the server must close all.
 
     Args:
         server: under test.
@@ -54,11 +54,11 @@ async def slowloris(server: Server, *, count: int, limit: float) -> dict[str, in
         limit: seconds after which none may be open.
 
     Raises:
-        SoakError: one is, or the server is not as before.
+        SoakError: one is still open, or the server is not as before.
     """
 
     async def drip(connection: Connection, before: bytes) -> bool:
-        """Whether the server ended it."""
+        """Whether the server closed the connection."""
         reader, writer = await connection.open()
         writer.write(before)
         loop = asyncio.get_running_loop()
@@ -86,12 +86,12 @@ async def slowloris(server: Server, *, count: int, limit: float) -> dict[str, in
 
 
 async def out_of_files(server: Server, *, count: int, spare: int = 20) -> dict[str, int]:
-    """More connections than the server may have files: it answers again when they have gone.
+    """Open more connections than the server may have files: it must answer again after they close.
 
     Args:
         server: under test.
         count: of connections.
-        spare: files that it may open still.
+        spare: files that it may still open.
 
     Raises:
         SoakError: the server is not as before.
@@ -112,7 +112,7 @@ async def out_of_files(server: Server, *, count: int, spare: int = 20) -> dict[s
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
     async def is_answered() -> bool:
-        """Not while the server hangs up on those whom it had no file for."""
+        """False while the server closes the connections for which it had no file."""
         with suppress(ConnectionError):
             await server.metrics()
             return True

@@ -1,4 +1,4 @@
-"""Requests that nobody would write, for every route that the server documents."""
+"""Malformed requests for every route that the server documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 BASE: dict[str, Any] = {
     "messages": [USER], "prompt": "x", "input": "x", "model": "echo", "max_tokens": 3,
 }  # fmt: skip
-# No number between 256 and 272: those tokens tell an echo to misbehave.
+# Excludes 256 to 272: those tokens make an echo misbehave.
 JUNK: list[Any] = [
     None, True, False, 0, 1, -1, 2, 1.5, -0.5, 1e308, 2**31, 2**63, -(2**70),
     "", "x", "auto", "none", "\0", "é🎈" * 40, "x" * 2000, "((a+)+)+$",
@@ -36,8 +36,8 @@ class Fuzz:
     """Makes requests from a server's document.
 
     Args:
-        document: of OpenAPI.
-        seed: of all chance.
+        document: the OpenAPI document.
+        seed: of all random choices.
     """
 
     def __init__(self, document: dict[str, Any], seed: int) -> None:
@@ -46,7 +46,7 @@ class Fuzz:
         self._routes: list[tuple[str, str, list[str]]] = []  # method, path, fields
         for path, methods in document["paths"].items():
             for method, route in methods.items():
-                if not path.startswith("/admin/v1/events"):  # a stream without end
+                if not path.startswith("/admin/v1/events"):  # an endless stream
                     self._routes.append((method.upper(), path, self._fields(route)))
 
     def _fields(self, route: dict[str, Any]) -> list[str]:
@@ -56,7 +56,7 @@ class Fuzz:
         return list(self._schemas[reference.rpartition("/")[2]]["properties"])
 
     def next(self) -> tuple[str, str, bytes]:
-        """Method, path and body: some fields right, others wrong, perhaps damaged."""
+        """Method, path and body: some fields right, others wrong, and the body perhaps damaged."""
         dice = self._dice
         posts = [route for route in self._routes if route[2]]
         method, path, fields = dice.choice(posts if dice.random() < 0.9 else self._routes)
@@ -78,10 +78,10 @@ class Fuzz:
 
 
 async def fuzz(server: Server, *, count: int, seed: int = 17, clients: int = 8) -> dict[str, int]:
-    """Send many; how often each status came.
+    """Send many requests; return how often each status came.
 
     Raises:
-        SoakError: one of them is 500 or more, or the server is not as before.
+        SoakError: a status is 500 or more, or the server is not as before.
     """
     async with Connection(server.url) as connection:
         document = json.loads((await connection.ask("GET", "/openapi.json")).body)

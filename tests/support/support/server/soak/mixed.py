@@ -1,4 +1,4 @@
-"""A household at its worst: unlike clients at once, some rude, on one server for a while."""
+"""Clients of all kinds at once, some of them rude, on one server for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-ADAPTER = "adapter"  # the name that the server knows one by
+ADAPTER = "adapter"  # its name at the server
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 WORDS = ["river", "stone", "light", "seven", "winter", "cup", "paper", "north", "green", "quiet"]
 SCHEMA = {
@@ -37,13 +37,13 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA
 POLITE = {429, 503}
 ENDED = re.compile(rb'"finish_reason": ?"(?:length|stop)".*\ndata: \[DONE\]\n\n\Z', re.DOTALL)
 KV_CACHE = "160MiB"  # soon full: until then its pages are new memory
-RUDE_SECONDS, LEAVE_SECONDS = 0.1, 0.5  # between two of their requests: one client each, no flood
+RUDE_SECONDS, LEAVE_SECONDS = 0.1, 0.5  # between two requests of one client each, which is no flood
 CUTS = ("half a body", "queued", "in its prompt", "in its answer")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request and what its answer has to be, once it is a 200."""
+    """A request, and a check of its answer if the status is 200."""
 
     path: str
     body: dict[str, Any]
@@ -62,7 +62,7 @@ def linears_of(model: Path) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def mixed_server(folder: Path, model: Path, **environment: str) -> Iterator[Server]:
-    """Serve a GGUF file, and an adapter of random numbers."""
+    """Serve a GGUF file, with an adapter of random numbers."""
     adapter = write_adapter(folder / ADAPTER, linears_of(model))
     names = ("--served-model-name", "soak", "--lora", f"{ADAPTER}={adapter}")
     arguments = (*names, "--kv-cache-memory", KV_CACHE)
@@ -71,7 +71,7 @@ def mixed_server(folder: Path, model: Path, **environment: str) -> Iterator[Serv
 
 
 def text_of(dice: random.Random, words: int) -> str:
-    """Words in an order that no cache has seen."""
+    """Words in an order that is in no cache yet."""
     return " ".join(dice.choices(WORDS, k=words))
 
 
@@ -139,12 +139,12 @@ POLITE_CLIENTS = (short, messages, long, schema, tools, several, vectors, adapte
 
 
 class Household:
-    """Counts what its members were answered.
+    """Clients that share a server; counts their answers.
 
     Args:
         server: under test, whose models are "soak" and `ADAPTER`.
-        seconds: that its members go on asking.
-        seed: of all chance.
+        seconds: for which its members ask.
+        seed: of all random choices.
     """
 
     def __init__(self, server: Server, seconds: float, seed: int) -> None:
@@ -160,7 +160,7 @@ class Household:
         return self._loop.time() < self._end
 
     async def polite(self, ask: Callable[[random.Random], Ask]) -> None:
-        """One request after the other, each until its answer is whole."""
+        """Send one request after another, each once the answer before is whole."""
         dice = random.Random(f"{self._seed} {ask.__name__}")
         async with Connection(self._server.url) as connection:
             while self.goes_on:
@@ -176,7 +176,7 @@ class Household:
                     self.firsts.append(reply.first)
 
     async def leaver(self) -> None:
-        """Goes away, in each phase of a request in turn."""
+        """Disconnect in each phase of a request in turn."""
         dice = random.Random(f"{self._seed} leaver")
         while self.goes_on:
             for phase in CUTS:
@@ -193,7 +193,7 @@ class Household:
                 await asyncio.sleep(LEAVE_SECONDS)
 
     async def rude(self) -> None:
-        """Sends what nobody would write."""
+        """Send malformed requests."""
         async with Connection(self._server.url) as connection:
             document = json.loads((await connection.ask("GET", "/openapi.json")).body)
             requests = Fuzz(document, self._seed)
@@ -209,15 +209,15 @@ class Household:
 async def mixed(
     server: Server, *, seconds: float, growth_mib: float = 64.0, seed: int = 17
 ) -> dict[str, Any]:
-    """Let one client of each kind ask for a while, those that leave and those that are rude too.
+    """Let one client of each kind ask for a while, including one that disconnects and a rude one.
 
-    The memory after the first fifth of the time is what the rest is compared with.
+    The memory after the first fifth of the time is the baseline.
 
     Args:
-        server: under test; it has the adapter `ADAPTER`.
+        server: under test, with the adapter `ADAPTER`.
         seconds: in all.
         growth_mib: that the resident memory may grow by after the warm-up.
-        seed: of what is asked.
+        seed: of the requests.
 
     Raises:
         SoakError: an answer is neither whole nor a polite refusal, the memory or the open files
@@ -266,7 +266,7 @@ def _has_choices(count: int) -> Callable[[Reply], bool]:
 
 
 def _fits(text: str, reply: Reply) -> bool:
-    """Whether a text is of the schema, or was cut."""
+    """Whether a text matches the schema, or was cut."""
     if _choice(reply)["finish_reason"] == "length":
         return True
     found = json.loads(text)

@@ -1,4 +1,4 @@
-"""The server under test as its operator sees it: processes, metrics, and whether it rests."""
+"""The server under test as its operator sees it: processes, metrics, and whether it is idle."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ QUIET = (
 
 
 class SoakError(AssertionError):
-    """The server did not do what it has to."""
+    """The server violated what a soak requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a server holds: resident bytes of its processes, and open files of the first."""
+    """What a server holds: resident bytes of its processes, and open files of the API process."""
 
     rss: int
     files: int
@@ -33,7 +33,7 @@ class Server:
     """A running server.
 
     Args:
-        url: of it.
+        url: its address.
         pid: of its API process.
     """
 
@@ -42,12 +42,12 @@ class Server:
         self.process = psutil.Process(pid)
 
     def held(self) -> Held:
-        """What it holds now."""
+        """What the server holds now."""
         processes = [self.process, *self.process.children(recursive=True)]
         return Held(sum(one.memory_info().rss for one in processes), self.process.num_fds())
 
     async def metrics(self) -> dict[str, float]:
-        """Values of all metrics, those with labels by their names and labels."""
+        """Values of all metrics; one with labels by its name and labels."""
         async with Connection(self.url) as connection:
             reply = await connection.ask("GET", "/metrics")
         if reply.status != 200:
@@ -56,7 +56,7 @@ class Server:
         return {name: float(value) for name, value in lines}
 
     async def rest(self) -> dict[str, float]:
-        """Wait until nothing is in work and no block is held; return the metrics then."""
+        """Wait until the server is idle and holds no block; return the metrics then."""
         found: dict[str, float] = {}
 
         async def rests() -> bool:
@@ -72,10 +72,10 @@ class Server:
         return found
 
     async def check(self) -> None:
-        """Wait until nothing is in work, and see that nothing leaked and nothing was restarted.
+        """Wait until the server is idle, and check that nothing leaked or was restarted.
 
         Raises:
-            SoakError: it did.
+            SoakError: something leaked or was restarted.
         """
         found = await self.rest()
         restarts = sum(v for n, v in found.items() if n.startswith("appliance_engine_restarts"))

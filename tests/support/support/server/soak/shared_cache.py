@@ -1,4 +1,4 @@
-"""Two servers on one folder of KV blocks, one of them killed and started again."""
+"""Two servers that share a folder of KV blocks, one of which is killed and restarted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS, WORDS, TOKENS = 8, 400, 12
 
 
 async def _answers(server: Server, prompts: list[str]) -> tuple[list[str], int]:
-    """Greedy continuations, asked at once, and how many prompt tokens came from a cache."""
+    """Greedy continuations of concurrent requests, and how many prompt tokens came from a cache."""
 
     async def ask(prompt: str) -> dict[str, Any]:
         async with Connection(server.url) as connection:
@@ -38,23 +38,23 @@ async def _answers(server: Server, prompts: list[str]) -> tuple[list[str], int]:
 
 
 def shared_cache(folder: Path, model: Path, *, rounds: int, seed: int = 17) -> dict[str, Any]:
-    """Ask two servers that share a folder the same, while one of them is killed again and again.
+    """Ask two servers that share a folder the same requests, while one is killed again and again.
 
     Args:
         folder: for their files.
         model: file or folder.
-        rounds: deaths of the second server.
-        seed: of what is asked.
+        rounds: how often the second server is killed.
+        seed: of the requests.
 
     Raises:
-        SoakError: an answer differs from that of a server without such a folder, the servers do
-            not use what lies there, or one of them is not as before.
+        SoakError: an answer differs from that of a server without such a folder, the servers do not
+            use its blocks, or one of them is not as before.
     """
     dice = random.Random(seed)
     prompts = [text_of(dice, WORDS) for _ in range(PROMPTS)]
     (folder / "alone").mkdir()
     with model_server(folder / "alone", model) as alone:
-        # One after the other: what rows share a step may change a rounding.
+        # One after another: the rows that share a step may change a rounding.
         expected = [asyncio.run(_answers(alone, [one]))[0][0] for one in prompts]
     cache, cached = str(folder / "kv"), 0
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def shared_cache(folder: Path, model: Path, *, rounds: int, seed: int = 17) -> d
             place = folder / f"second{number}"
             place.mkdir()
             with model_server(place, model, APPLIANCE_KV_DISK=cache) as second:
-                # Its memory is empty: what it has, it has from the folder.
+                # Its memory is empty, so that its hits come from the folder.
                 cached += asyncio.run(_answers(second, prompts))[1]
                 asyncio.run(_answers(first, dice.sample(prompts, PROMPTS // 2)))
                 for server in (first, second):

@@ -1,4 +1,4 @@
-"""Signals in every phase of a server whose two models take turns: it ends, or it comes back."""
+"""Signals in every phase of a server whose two models take turns: it ends, or it recovers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-# Either model fits alone, both do not.
+# Either model fits alone; both together do not.
 CONFIG = """
 [server]
 port = 0
@@ -38,7 +38,7 @@ model = '{model}'
 PHASES = ("awake", "answering", "asleep", "waking", "switching")
 TO_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TO_THE_ENGINE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGHUP, 40)
-SECONDS = 120.0  # for an end, or for an answer
+SECONDS = 120.0  # seconds until a server ends or answers
 
 
 @contextmanager
@@ -67,7 +67,7 @@ async def states(server: Server) -> dict[str, str]:
 
 
 def engines(server: Server) -> list[psutil.Process]:
-    """Processes of engines, those that start or end included."""
+    """Processes of engines, including those that start or end."""
     found = []
     for child in server.process.children():
         try:
@@ -79,7 +79,7 @@ def engines(server: Server) -> list[psutil.Process]:
 
 
 async def reach(server: Server, phase: str) -> AsyncIterator[None]:
-    """Bring a server into a phase; when it is done with, wait for what was asked for that.
+    """Bring a server into a phase; on exit, wait for the requests that this took.
 
     Yields:
         Once, in the phase.
@@ -102,7 +102,7 @@ async def reach(server: Server, phase: str) -> AsyncIterator[None]:
 
 
 async def end_in(server: Server, phase: str, number: int) -> int:
-    """Send a signal to a server in a phase, and return what its process ended with.
+    """Send a signal to a server in a phase, and return the exit status of its process.
 
     Raises:
         SoakError: it does not end, or leaves processes behind.
@@ -125,10 +125,10 @@ def _wait(process: psutil.Process) -> int:
 
 
 async def strike(server: Server, phase: str, number: int) -> None:
-    """Send a signal to the engines of a server in a phase; both models answer afterwards.
+    """Send a signal to a server's engines in a phase; both models must answer afterwards.
 
     Raises:
-        SoakError: one does not, for too long.
+        SoakError: one does not answer for too long.
     """
     async for _ in reach(server, phase):
         for child in engines(server):
@@ -149,7 +149,7 @@ def signals(folder: Path, model: Path) -> dict[str, Any]:
         model: a GGUF file of about 100 MB.
 
     Raises:
-        SoakError: as for `end_in` and `strike`, or a signal is sudden death for the server.
+        SoakError: as for `end_in` and `strike`, or a signal kills the server at once.
     """
     codes = {}
     for phase in PHASES:

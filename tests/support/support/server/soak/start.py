@@ -1,4 +1,4 @@
-"""Start a server for a soak: with an engine that repeats its prompt, or with a model."""
+"""Starts a server for a soak: with an engine that repeats its prompt, or with a model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TESTS = Path(__file__).parents[4]
 
 @contextmanager
 def echo_server(folder: Path, knobs: str = "", **environment: str) -> Iterator[Server]:
-    """`run_server` as the command line calls it; only the engine is another.
+    """Start `run_server` as the command line does, with the echo engine.
 
     Args:
         folder: for its files and its log.
         knobs: of the engine, see echo_worker.py.
-        environment: settings, and what else its processes see.
+        environment: settings, and other variables of its processes.
     """
     save_byte_tokenizer(folder)
     program, worker = TESTS / "server/serve_echo.py", TESTS / "support/support/echo/echo_worker.py"
@@ -40,13 +40,13 @@ def echo_server(folder: Path, knobs: str = "", **environment: str) -> Iterator[S
 def model_server(
     folder: Path, model: Path, *arguments: str, **environment: str
 ) -> Iterator[Server]:
-    """`appliance serve`, as a person starts it.
+    """Start `appliance serve` as a person does.
 
     Args:
         folder: for its log.
         model: file or folder.
         arguments: further ones.
-        environment: settings, and what else its processes see.
+        environment: settings, and other variables of its processes.
     """
     command = [sys.executable, "-P", "-m", "appliance", "serve", str(model), "--port", "0"]
     ready = r"endpoint\s+(http://\S+)/v1"
@@ -59,12 +59,12 @@ def model_server(
 def started(
     command: list[str], folder: Path, ready: str, environment: dict[str, str]
 ) -> Iterator[Server]:
-    """A server by its command, which may have ended when it is done with.
+    """Start a server by its command; end it on exit if it has not ended before.
 
     Args:
         folder: for its log.
         ready: pattern of the line that says its URL.
-        environment: settings, and what else its processes see.
+        environment: settings, and other variables of its processes.
     """
     log = folder / "log"
     with log.open("w") as stream:

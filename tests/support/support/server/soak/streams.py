@@ -1,4 +1,4 @@
-"""Many clients that read streams for a while; what the server holds does not grow meanwhile."""
+"""Many clients that read streams for a while, during which the server's memory must not grow."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.server.soak.server import Server, SoakError
 from support.server.soak.wire import Connection
 
 MIB = 1 << 20
-WORKER_FILES = 16  # processes that render chats are started when they are needed
-# The end of a stream that nothing cut: it has all the tokens that were asked for.
+WORKER_FILES = 16  # processes that render chats start when they are needed
+# The end of a complete stream: it has all requested tokens.
 WHOLE = re.compile(rb'"finish_reason": ?"length".*\ndata: \[DONE\]\n\n\Z', re.DOTALL)
 
 
@@ -28,15 +28,15 @@ async def streams(
 ) -> dict[str, Any]:
     """Let clients ask one chat after another, all of them streamed.
 
-    The first tenth of the time is the warm-up that the memory is compared with; the open files
-    have to be as few as before in the end.
+    The first tenth of the time is the warm-up, whose memory is the baseline; at the end no more
+    files may be open than before.
 
     Args:
         server: under test.
         clients: at once.
         seconds: in all.
         growth_mib: that the resident memory may grow by after the warm-up.
-        seed: of what is asked.
+        seed: of the requests.
 
     Raises:
         SoakError: an answer is neither whole nor a polite refusal, the memory or the open files
@@ -65,7 +65,7 @@ async def streams(
                 elif reply.status != 429:
                     raise SoakError(f"{reply.status}: {reply.body[-500:]!r}")
                 else:
-                    await asyncio.sleep(1.0)  # as the answer asks for
+                    await asyncio.sleep(1.0)  # as many as the answer asks for
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):

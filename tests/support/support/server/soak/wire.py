@@ -1,4 +1,4 @@
-"""A client that costs little: HTTP/1.1 over a socket that is kept, or left as strangers would."""
+"""A cheap client: HTTP/1.1 over a socket that is reused, or abandoned in any state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back.
+    """A reply.
 
     Attributes:
         status: of HTTP.
@@ -26,7 +26,7 @@ class Reply:
 
 
 class Connection:
-    """One connection to a server, opened when it is needed and again when it was closed.
+    """One connection to a server, opened on demand and reopened after it was closed.
 
     Args:
         url: http://HOST:PORT.
@@ -44,24 +44,24 @@ class Connection:
         self.close()
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect, unless that is done."""
+        """Connect, unless connected."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address)
         return self._streams
 
     def close(self) -> None:
-        """Break it off."""
+        """Close the connection."""
         if self._streams is not None:
             self._streams[1].transport.abort()
             self._streams = None
 
     async def post(self, path: str, body: bytes | dict[str, Any]) -> Reply:
-        """Send JSON, or what passes for it."""
+        """Send JSON, or a malformed body."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.ask("POST", path, content)
 
     async def ask(self, method: str, path: str, content: bytes = b"") -> Reply:
-        """One request and its whole reply; once more, if the server had closed the connection.
+        """Return the whole reply to a request; repeat it if the server had closed the connection.
 
         Raises:
             ConnectionError: there is no reply.
@@ -108,7 +108,7 @@ def _head(method: str, path: str, content: bytes) -> bytes:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> tuple[bytes, float]:
-    """A body in chunks, and when its first byte was there."""
+    """Read a chunked body, and note when its first byte arrived."""
     pieces, first = [], 0.0
     while size := int(await reader.readuntil(b"\r\n"), 16):
         pieces.append((await reader.readexactly(size + 2))[:-2])

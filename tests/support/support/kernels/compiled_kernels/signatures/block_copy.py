@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of the block moves."""
+"""The signatures of block moves that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.kernels.block_copy.launch import BLOCK, NUM_WARPS
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """The one there is, for a compute capability (86 is 8.6)."""
+    """Yield the only signature, for a compute capability (86 is 8.6)."""
     assert capability
     yield KernelSignature(
         name="block_copy",

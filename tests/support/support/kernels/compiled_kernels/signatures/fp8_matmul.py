@@ -32,7 +32,7 @@ BLOCKWISE = MatmulCase(Codes.FP8, 128, Params.FP32)
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (89 is 8.9)."""
+    """Yield all that is compiled and gated for one compute capability (89 is 8.9)."""
     table = architecture(capability)
     assert table is not None
     if capability not in LIKE_MOST_COMPILED:

@@ -18,7 +18,7 @@ class ActivationShape:
     name: str
     intermediate: int
     activation: Gating
-    run: int = 0  # gate and up take turns, so many columns at a time; 0: halves
+    run: int = 0  # gate and up alternate in blocks of so many columns; 0: halves
 
 
 SHAPES = (
@@ -28,7 +28,7 @@ SHAPES = (
     ActivationShape("gpt_oss_20b", 2880, ClampedSwiGLU(limit=7.0, alpha=1.702)),
     ActivationShape("step3p7", 1280, BoundedSwiGLU(limit=7.0)),
 )
-NUM_TOKENS = (1, 16, 64, 512, 2048)  # what is measured
+NUM_TOKENS = (1, 16, 64, 512, 2048)  # the shape that benchmarks measure
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:

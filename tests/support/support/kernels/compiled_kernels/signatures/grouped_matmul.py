@@ -31,7 +31,7 @@ from appliance.kernels.packed_matmul.variant import takes_sums
 from appliance.kernels.weight_codes.order import TileOrder
 
 MODULE = "appliance.kernels.grouped_matmul.kernel"
-MODEL = "qwen3_30b_a3b"  # 128 experts of 768 on 2048, of which a token has 8
+MODEL = "qwen3_30b_a3b"  # 128 experts of 768 on 2048; a token uses 8
 TOP_K, NUM_EXPERTS = 8, 128
 FP8 = MatmulCase(Codes.FP8, 0, Params.NONE)
 
@@ -77,7 +77,7 @@ def grouped_signature(case: MatmulCase, tile: MatmulTile) -> KernelSignature:
 
 
 def dense_signature(tile: MatmulTile) -> KernelSignature:
-    """How `grouped_matmul_kernel` is compiled for experts that are dense, with a tile."""
+    """How `grouped_matmul_kernel` is compiled for dense experts, with a tile."""
     elements = tile.block_n * DENSE_BLOCK_K
     return _signature("dense", {"weight_ptr": "*bf16"}, dense_constexprs(tile), tile, elements)
 
@@ -135,7 +135,7 @@ def sort_signatures(tile: MatmulTile) -> Iterator[KernelSignature]:
 
 
 def add_signature() -> KernelSignature:
-    """How the weighted sum of what experts say is compiled."""
+    """How the weighted sum of the experts' outputs is compiled."""
     return KernelSignature(
         name=f"grouped_matmul {MODEL} sum bf16",
         module=MODULE,
@@ -149,7 +149,7 @@ def add_signature() -> KernelSignature:
 
 
 def order_signature() -> KernelSignature:
-    """How the kernel that lays inputs out in the order of an expert's columns is compiled."""
+    """How the kernel that reorders inputs to an expert's columns is compiled."""
     types = {"out_ptr": "*bf16", "x_ptr": "*bf16", "ids_ptr": "*i64", "order_ptr": "*i32"}
     return KernelSignature(
         name=f"grouped_matmul {MODEL} order bf16",

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of sealing."""
+"""The signatures of sealing that are compiled ahead of time."""
 
 from __future__ import annotations
 

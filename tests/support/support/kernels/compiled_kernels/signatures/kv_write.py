@@ -29,7 +29,7 @@ OPTIONAL = {
     "output_ptr", "query_ptr", "cos_ptr", "sin_ptr", "halves_ptr", "head_scales_ptr",
     "query_norm_ptr", "key_norm_ptr", "key_mean_ptr",
 }  # fmt: skip
-LATENT = 512, 64  # elements, and of the rotary part beside them
+LATENT = 512, 64  # elements of a latent, and of the rotary part beside it
 SHAPES = (
     KVWriteShape("llama_8b", 8, 128, 32, 128),
     KVWriteShape("smollm2_135m", 3, 64, 9, 64),
@@ -43,10 +43,10 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     for kv_format in (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4):
         yield write_signature(SHAPES[0], kv_format)
-    yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # as open blocks are written
+    yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # the format of open blocks
     yield latents_signature()
     for shape in SHAPES[1:] if capability == MOST_COMPILED else ():
-        yield write_signature(shape, KVFormat.INT4)  # what takes most
+        yield write_signature(shape, KVFormat.INT4)  # the case that takes the most resources
 
 
 def latents_signature() -> KernelSignature:

@@ -81,7 +81,7 @@ def latent_signature(
 
 
 def scale_signature() -> KernelSignature:
-    """How the kernel that makes float16 of queries is compiled."""
+    """How the kernel that converts queries to float16 is compiled."""
     width = sum(SHAPES[CORE][1:])
     return KernelSignature(
         name=f"latent_attention scale {CORE} bf16",

@@ -1,4 +1,4 @@
-"""How the widening of the CPU library's tiles is compiled ahead of time."""
+"""How the kernel that widens the CPU library's tiles is compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.kernels.compiled_kernels.signature import MOST_COMPILED, KernelSign
 
 from appliance.kernels.library_tiles.launch import WARPS, widen_constexprs
 
-# Bits of a code, inputs of a group, whether codes name values.
+# Bits of a code, inputs of a group, whether codes index a table of values.
 FORMS = {"int4 g32": (4, 32, False), "q6_k": (6, 16, False), "e2m1 g32": (4, 32, True)}
 
 

@@ -53,7 +53,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class MatmulCase:
-    """What distinguishes one compiled kernel from another, beside the shape and the tile."""
+    """What distinguishes one compiled kernel from another, besides the shape and the tile."""
 
     kind: Codes
     group_size: int
@@ -72,12 +72,12 @@ INT4_SYMMETRIC = MatmulCase(Codes.INT4, 128, Params.FP32)
 INT4_SHORT = MatmulCase(Codes.INT4, 32, Params.FP16_OFFSET)
 INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
 INT8_LONG = MatmulCase(Codes.INT8, 128, Params.FP32)
-# GGML's types: those that most files have, and the others.
+# GGML's types: those of most files, and the others.
 MOST_FILES = ("Q4_K", "Q5_K", "Q6_K")
 OTHER_FILES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS")
 # Their code differs from that of MOST_COMPILED by hardly an instruction.
 LIKE_MOST_COMPILED = (80, 89)
-# On the architecture that has all of them.
+# For the architecture that compiles all of them.
 OTHERS = (
     (GATE_UP, MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET, gated=True, bias=True)),
     (DOWN, MatmulCase(Codes.INT4, 64, Params.FP16_OFFSET, dtype="fp16")),
@@ -104,7 +104,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for tile in distinct_tiles(table.tiles):
         if tile not in distinct:
             yield matmul_signature(QKV, INT8_LONG, tile, capability)
-    # What comes before the loop, which alone differs, is the same for all others.
+    # Only the code before the loop differs, and all others share that code.
     if capability >= LEAST_DEPENDENT:
         yield matmul_signature(GATE_UP, INT4_ZERO, table.tiles[0], capability, early=True)
     for case in (MXFP4, NVFP4):
@@ -129,7 +129,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
 
 
 def distinct_tiles(tiles: tuple[MatmulTile, ...]) -> list[MatmulTile]:
-    """Return the first of those that differ by their rows alone, from most rows to fewest."""
+    """Return the first of the tiles that differ only in rows, from most rows to fewest."""
     return list({replace(tile, max_rows=0): tile for tile in reversed(tiles)}.values())
 
 
@@ -251,7 +251,7 @@ def dequantize_signature(case: MatmulCase) -> KernelSignature:
 
 
 def rows_signature(type_name: str, *, looked_up: bool) -> KernelSignature:
-    """How `rows_kernel` is compiled for BF16: rows by their numbers, or one after another."""
+    """How `rows_kernel` is compiled for BF16: rows by number, or consecutive rows."""
     form = GGML_TILES[type_name]
     block_m = LOOKUP_BLOCK_M if looked_up else DENSE_BLOCK_M
     fixed = rows_constexprs(form.kind, form.params_kind, form.group_size, 128, block_m)

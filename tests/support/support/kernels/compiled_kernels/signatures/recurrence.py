@@ -18,7 +18,7 @@ from appliance.kernels.recurrence.variant import (
 )
 
 MODULE = "appliance.kernels.recurrence.kernel"
-# Whether rows correct the state, heads of a key head, numbers of a key, of a value.
+# Whether rows correct the state, heads per key head, elements of a key, of a value.
 SHAPES = {
     "gated_delta qwen3_5 128 x 128 shared by 2": (True, 2, 128, 128),
     "selective_scan nemotron_h 128 x 64 shared by 8": (False, 8, 128, 64),
@@ -48,7 +48,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
 
 
 def row_signature(name: str) -> KernelSignature:
-    """How the kernel that takes rows one by one is compiled."""
+    """How the kernel that processes rows one by one is compiled."""
     corrects = SHAPES[name][0]
     return KernelSignature(
         name=name,
@@ -64,7 +64,7 @@ def row_signature(name: str) -> KernelSignature:
 
 
 def chunk_signatures(name: str, capability: int) -> Iterator[KernelSignature]:
-    """How the kernels that take chunks of rows are compiled."""
+    """How the kernels that process chunks of rows are compiled."""
     corrects, shared, key_dim, value_dim = SHAPES[name]
     unused: dict[str, None] = {} if corrects else {"solves_ptr": None}
     pairs = PAIRS | ({"solves_ptr": "*fp32"} if corrects else {})

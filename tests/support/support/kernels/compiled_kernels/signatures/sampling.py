@@ -47,7 +47,7 @@ _POINTERS = {
     "tokens_ptr": "*i64",
 }
 _ROW = ("maxima_ptr", "flags_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr")
-# What each kernel takes, in any order; and by what it is specialized.
+# The arguments of each kernel, in any order; and what specializes it.
 _ARGUMENTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scan": (
         ("logits_ptr", "maxima_ptr", "places_ptr", "flags_ptr", "stride"),

@@ -8,7 +8,7 @@ from support.kernels.compiled_kernels.signature import MOST_COMPILED, KernelSign
 
 from appliance.kernels.short_conv.launch import WARPS, conv_constexprs
 
-# Taps, whether there is a bias.
+# Taps, and whether there is a bias.
 SHAPES = {"nemotron_h taps 4": (4, True), "lfm2 taps 3": (3, False)}
 STEPS = {"decode": 1, "prompt": 512}
 TYPES = {

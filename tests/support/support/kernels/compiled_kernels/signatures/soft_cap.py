@@ -20,7 +20,7 @@ class LogitsShape:
 
 
 SHAPES = (LogitsShape("gemma2_9b", 256000, 30.0),)
-NUM_ROWS = (1, 16, 64, 256)  # what is measured
+NUM_ROWS = (1, 16, 64, 256)  # the shape that benchmarks measure
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
