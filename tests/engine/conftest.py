@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Fixtures of the engine tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.engine.speculation.speculator import Speculator
 
 @pytest.fixture(autouse=True)
 def _durations_follow_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts depend on how long steps take, and what is preempted on them: not in these tests."""
+    """Compute durations from rows, since drafts and preemptions depend on measured times."""
     observe = Speculator.observe
 
     def price(self: Speculator, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None:

@@ -98,7 +98,7 @@ def test_a_cached_prefix_changes_speed_and_nothing_else(tiny_llama: Path) -> Non
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_preempted_sequences_answer_as_if_they_were_not(tiny_llama: Path, kv: str) -> None:
-    # 32 blocks hold two of these requests; six want to run.
+    # 32 blocks hold two of these requests; six are submitted.
     bytes_per_block = {"bf16": 16 * 2 * 2 * 2 * 32, "int8": 16 * 2 * 2 * 2 * 18}[kv]
     small = load(
         tiny_llama, kv_cache_dtype=kv, kv_cache_memory=32 * bytes_per_block, prefix_caching=False
@@ -128,7 +128,7 @@ def test_choices_share_the_prompt(engine: LLMEngine) -> None:
 
 
 def test_abort_frees_blocks_at_once_in_every_phase(engine: LLMEngine) -> None:
-    for steps in (0, 1, 2, 5):  # queued, in prefill, at its end, decoding
+    for steps in (0, 1, 2, 5):  # queued, in prefill, at its end, in decode
         engine.submit(request("gone", prompt(100, steps), max_tokens=100))
         for _ in range(steps):
             engine.step()
@@ -162,7 +162,7 @@ def test_every_way_to_end(engine: LLMEngine) -> None:
     assert answer == free[: free.index(free[5]) + 1]
     assert reasons == {"stop": FinishReason.STOP}
     long = run(engine, request("long", prompt(200, 7), max_tokens=None))["long", 0]
-    assert len(long) == 56  # up to the context of 256 and not one further
+    assert len(long) == 56  # up to the context of 256, and not one token further
 
 
 @pytest.mark.chaos
@@ -282,7 +282,7 @@ def test_signs_of_life_of_a_step(
 def test_an_end_that_only_the_tokenizer_knows_is_never_banned(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `min_tokens` its logit would be written, past the end of a row."""
+    """`min_tokens` would ban it by writing its logit, past the end of a row."""
     monkeypatch.setattr(f"{__name__}.EOS", 10**9)
     engine = load(tiny_llama)
     assert engine.info.eos_token_ids == ()

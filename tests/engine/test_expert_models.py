@@ -55,12 +55,12 @@ MODELS = EXPERTS | CENTERED | {"ministral3": ("ministral3", MINISTRAL3)}
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a model, and what transformers answers with it."""
+    """The folder of a model, and transformers' answers."""
     model_type, settings = MODELS[request.param]
     folder, kinds = tmp_path_factory.mktemp(request.param), settings.get("layer_types", [1, 2])
     sizes = TWO_LAYERS | settings | {"num_hidden_layers": len(kinds)}
     if model_type == "falcon":
-        del sizes["head_dim"]  # it takes none
+        del sizes["head_dim"]  # the model takes none
     made = write_sure_model(model_type, folder, **sizes)
     expected = [by_transformers(made, prompt, TOKENS) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 5

@@ -1,4 +1,4 @@
-"""Whole answers of models that transformers' modules execute: those of transformers."""
+"""Whole answers of models that transformers' modules execute equal transformers' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the CPU library serves, neither torch nor transformers is loaded, whatever the format."""
+"""Where the CPU library serves, it loads neither torch nor transformers, whatever the format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.models.model_families import FAMILIES, write_family
 from appliance.kernels.weights.ggml_types import GGML_TYPES
 
 # Loads each model of the arguments, answers a prompt with it, and prints what was imported. An
-# argument is a setting, the number of processes in it, and the model.
+# argument names a setting, the number of processes in it, and the model.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -89,7 +89,7 @@ def modules_after_serving(program: str, *given: object) -> tuple[set[str], set[s
 
 
 def test_serving_a_native_family_loads_neither(tmp_path: Path) -> None:
-    """Nor GGUF files of each type of codes and of one that is widened, quantized folders, ranks."""
+    """GGUF files of each type of codes and of one that is widened, quantized folders, ranks."""
     models = [write_family(family, tmp_path / family) for family in FAMILIES]
     models.append(write_llama(tmp_path / "held.gguf", (*GGML_TYPES, "MXFP4")))
     models.append(write_llama(tmp_path / "packed.gguf", ("Q4_0", "Q4_1", "Q8_0")))

@@ -32,13 +32,13 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model of transformers whose cache grows, and the folder that it was written to."""
+    """A transformers model whose cache grows, and the folder that it was written to."""
     return written("bloom", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The same of one with a state that does not grow beside what does."""
+    """The same for a model with a state of constant size beside a growing cache."""
     return written("zaya", tmp_path_factory)
 
 
@@ -78,7 +78,7 @@ def held_bytes(engine: LLMEngine) -> int:
 
 
 def watched(engine: LLMEngine) -> list[int]:
-    """Note after each step what its caches hold, and compare that with what blocks count."""
+    """Record after each step what its caches hold, and compare that with the block counts."""
     noted: list[int] = []
     step, blocks = engine.step, engine.scheduler.state.blocks
 

@@ -1,4 +1,4 @@
-"""Scores and hidden states of prompts, by both executors, however the prompt gets through."""
+"""Scores and hidden states of prompts, by both executors, in any chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from appliance.engine.run import prompt_reader
 from appliance.errors import ContextLengthError, RequestError
 from appliance.kernels.arrays import dtype_name
 
-pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
+pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch's results are reproducible
 
 EOS = 2
 EXECUTORS = ["library", "torch", "late"]
@@ -76,7 +76,7 @@ def run(engine: LLMEngine, *requests: Request) -> list[SequenceDelta]:
 
 
 def scores_of(deltas: list[SequenceDelta], name: str) -> list[tuple[float, list[int]]]:
-    """The log probability of each token, and which ones would have been likeliest."""
+    """The log probability of each token, and the likeliest tokens in its place."""
     return [
         (score.chosen.logprob, [one.token_id for one in score.top])
         for delta in deltas

@@ -1,4 +1,4 @@
-"""Models with recurrent layers through the whole engine: whatever happens to their states."""
+"""Models with recurrent layers in the whole engine, and all that happens to their states."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Pa
 
 @pytest.fixture(scope="module", params=["lfm2", "lfm3", "qwen3_5", "nemotron_h"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model of transformers, and the folder that it was written to."""
+    """A transformers model, and the folder that it was written to."""
     return _write(request.param, tmp_path_factory)
 
 
@@ -91,7 +91,7 @@ def running(folder: Path, device: Device | None = None, **options: Any) -> Itera
 def run(
     engine: LLMEngine, prompts: Sequence[list[int]], n: int = 1, tokens: int = TOKENS
 ) -> list[list[int]]:
-    """Greedy answers, those of one prompt behind each other."""
+    """Greedy answers; those of one prompt run one after another."""
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, n=n)
     for number, prompt in enumerate(prompts):
         engine.submit(
@@ -133,7 +133,7 @@ def test_greedy_answers_equal_transformers_fresh_and_from_checkpoints(
 def test_each_turn_of_a_conversation_recomputes_what_is_new(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     with running(model[1], max_model_len=512, max_num_seqs=1) as engine:
-        # The last token of an answer is never computed, and checkpoints lie at ends of blocks.
+        # The last token of an answer is never run, and checkpoints lie at ends of blocks.
         most = 20 + 1 + 2 * engine.info.block_size
         history: list[int] = []
         for turn in range(18):
@@ -150,7 +150,7 @@ def test_each_turn_of_a_conversation_recomputes_what_is_new(model: Any) -> None:
 def test_families_of_the_same_mixers_go_on_from_checkpoints_and_after_preemption(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whose mixers the tests around this one look at in full."""
+    """The tests around this one cover their mixers in full."""
     made, folder = _write(name, tmp_path_factory)
     expected = _by_transformers(made, PROMPTS)
     with running(folder) as roomy:
@@ -201,14 +201,14 @@ def test_a_runner_that_looks_ahead_answers_the_same(model: Any, expected: list[l
         for _ in range(2):
             assert run(engine, PROMPTS[1:2]) == expected[1:2]
         assert engine.stats().state_restores_total > 0
-        # Decode steps are graphs, but for experts, which run in turn on a CPU.
+        # Decode steps are graphs, except with experts, which run in turn on a CPU.
         assert bool(device.captures) == (not engine.info.num_experts)
 
 
 def test_prompts_beside_answers_replay_a_graph_too(
     model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One launch a step; on a CPU not with experts, which run in turn there."""
+    """A step is one launch; on a CPU not with experts, which run in turn there."""
     with running(model[1], LateDevice(), kernels="torch", max_num_batched_tokens=32) as engine:
         graphs: Any = engine.runner.graphs  # type: ignore[attr-defined]
         assert (graphs is None) == bool(engine.info.num_experts)

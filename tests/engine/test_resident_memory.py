@@ -1,7 +1,8 @@
-"""What the plan says is what the process has, interpreter and libraries included.
+"""The plan's memory is the process's memory, including interpreter and libraries.
 
-Resident memory of one process: what others on the machine do, or have loaded of the same libraries,
-does not change it. Each engine is a process of its own, started as the server starts it.
+This is the resident memory of one process: other processes on the machine, or libraries that they
+share with it, do not change it. Each engine runs in a process of its own, started as the server
+starts it.
 """
 
 from __future__ import annotations
@@ -41,5 +42,5 @@ def test_the_engine_takes_what_was_planned(smollm2_gguf: Path, settings: dict[st
     planned = sum(parts.values())
     assert found["full"] == pytest.approx(planned, rel=0.05), found
     assert planned < found["of"]
-    # As soon as it is loaded, all is there but the cache and the workspace.
+    # After loading, only the cache and the workspace are missing.
     assert found["loaded"] == pytest.approx(parts["weights"] + parts["process"], rel=0.05), found

@@ -1,4 +1,4 @@
-"""Weights that differ anywhere in the large have another fingerprint."""
+"""Large weights that differ anywhere have different fingerprints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_no_weight_does_not_count_and_a_file_does(model: Path) -> None:
 def test_few_bytes_of_a_large_file_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = model / "large.safetensors"
     with large.open("wb") as content:
-        content.truncate(10 * 10**9)  # takes no room on a disk
+        content.truncate(10 * 10**9)  # a sparse file takes no room on a disk
     read = 0
 
     class Counted:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.plan import Sampled, ScheduledSequence
     from appliance.engine.nouns.sequence import Sequence
 
-pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
+pytestmark = pytest.mark.no_cover  # millions of steps of code that other tests cover
 
 STEPS = 20_000
 
@@ -84,7 +84,7 @@ def test_a_script_runs_the_same_each_time(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_room_for_a_state_that_the_disk_still_reads_is_kept_for_somebody() -> None:
-    """An era that failed: its last request is aborted while the disk reads blocks and a state."""
+    """Repeats a failed era: its last request is aborted while the disk reads blocks and a state."""
     era = Simulation(script_of(seed=99, era=273))
     era.run()
     assert era.disk is not None
@@ -92,7 +92,7 @@ def test_room_for_a_state_that_the_disk_still_reads_is_kept_for_somebody() -> No
 
 
 def test_a_request_that_gives_way_in_the_step_that_admits_it_still_waits() -> None:
-    """An era that failed: nothing was computed for it, and it waited beyond its longest wait."""
+    """Repeats a failed era: nothing was computed for it, and it waited beyond its limit."""
     assert failure_of(script_of(seed=21, era=67), check_every=500) is None
 
 
@@ -213,7 +213,7 @@ def test_a_trace_of_rejected_drafts_is_noticed(
 def test_a_plan_behind_drafts_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the next step is planned before the last one's tokens are there."""
+    """The fault shows where the next step is planned before the last one's tokens are known."""
     caplog.set_level(logging.CRITICAL)
     changes: dict[str, Any] = {"drafts": 0.6, "drafts_eagerly": True, "depth": 1}
     scripts = [script_of(seed=6, era=era) for era in range(20)]

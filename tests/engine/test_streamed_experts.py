@@ -1,4 +1,4 @@
-"""Experts in host memory in the whole engine: streamed for prompts, between graphs for answers."""
+"""Experts in host memory in the whole engine: prompts stream them, answers run between graphs."""
 
 from __future__ import annotations
 

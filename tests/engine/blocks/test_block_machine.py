@@ -1,4 +1,4 @@
-"""The block manager through random histories: no block is lost, no content is mistaken."""
+"""Random histories of the block manager: it loses no block and mistakes no content."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.simulation.block_history import seen
 from support.simulation.block_machine import START, BlockMachine
 
-pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
+pytestmark = pytest.mark.no_cover  # millions of steps of code that other tests cover
 
 
 def run_operations(number: int, seed: int) -> None:
-    """Random operations without a search for the shortest failure, so many more of them."""
+    """Random operations without shrinking of failures, and therefore many more of them."""
     chosen = random.Random(seed)
     machine = BlockMachine()
 
@@ -61,7 +61,7 @@ def run_operations(number: int, seed: int) -> None:
         elif kind < 0.94:
             machine.abort_within_a_step(pick, few)
         else:
-            machine.evict(chosen.choice([few, 100]))  # all that are free, wherever they lie
+            machine.evict(chosen.choice([few, 100]))  # all that are free, wherever they are
 
     for step in range(number):
         if step % 200 == 0:

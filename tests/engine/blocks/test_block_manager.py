@@ -23,7 +23,7 @@ def sequence(tokens: range | list[int], *, salt: str = "", slot: int = 1) -> Seq
 
 
 def run(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
-    """Give a sequence blocks as the prefix cache and the pool have them, and compute its tokens."""
+    """Give a sequence blocks from the prefix cache and the pool, and compute its tokens."""
     if not seq.block_table:
         blocks.attach(seq, blocks.find_prefix(seq))
     num_tokens = seq.num_uncomputed if num_tokens is None else num_tokens
@@ -33,7 +33,7 @@ def run(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> N
 
 
 def hits(blocks: BlockManager, seq: Sequence) -> list[int]:
-    """Blocks that are hit as a whole."""
+    """Full blocks that are hit."""
     prefix = blocks.find_prefix(seq)
     return list(prefix.blocks[: prefix.num_tokens // blocks.block_size])
 

@@ -41,7 +41,7 @@ def test_the_words_live_in_the_memory_that_was_handed_in() -> None:
     memory = bytearray(b"\xff" * (4 * BYTES_PER_BLOCK + 5))
     metadata = BlockMetadata(memoryview(memory), num_blocks=4)
     reader = np.frombuffer(memory, dtype=np.uint64, count=4)
-    assert reader.tolist() == [0, 0, 0, 0]  # what another process left there is gone
+    assert reader.tolist() == [0, 0, 0, 0]  # what another process left there is removed
     assert memory[-5:] == b"\xff" * 5
     metadata.write(2, BlockState.ACTIVE, owner=7, references=2)
     fields = unpack(reader)

@@ -1,4 +1,4 @@
-"""Hits that end inside a block: copies, blocks that go on where another ended, open blocks."""
+"""Hits that end inside a block: copies, blocks that are continued in place, open blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sequence(*tokens: int, slot: int = 1) -> Sequence:
 
 
 def start(blocks: BlockManager, seq: Sequence) -> tuple[BlockCopy, ...]:
-    """Attach what is found and compute the rest."""
+    """Attach the hit and compute the rest."""
     blocks.attach(seq, blocks.find_prefix(seq))
     copies = blocks.allocate(seq, seq.num_uncomputed)
     assert copies is not None
@@ -116,7 +116,7 @@ def test_ends_are_evicted_before_what_they_follow() -> None:
 
 
 def test_a_hit_that_needs_a_block_more_than_there_is_is_cut_to_whole_blocks() -> None:
-    """Else a prompt that fills the cache would wait for ever beside what it could share."""
+    """Else a prompt that fills the cache would wait for ever beside blocks that it could share."""
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=32, context_length=64)
     scheduler = Scheduler(BlockManager(4, 4), limits)
     for name, end in (("a", (7, 7, 7)), ("b", (8, 8, 8))):

@@ -1,4 +1,4 @@
-"""Real steps behind hits that end inside a block: the same answers as without any cache."""
+"""Real steps after hits that end inside a block: the same answers as without any cache."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_a_hit_inside_a_block_changes_nothing_in_any_format(
     so_far = first + [token for token, _ in answer]
     longer = so_far + tokens(25, seed=2)
     prompts = [
-        # It goes on where the first ended; the token sampled last was never run.
+        # It continues the first sequence, whose last sampled token was never run.
         (longer, len(so_far) - 1, len(so_far) - 1),
-        # Of the block in which it leaves the first, all tokens up to there. Of a sealed block
-        # there are no single tokens.
+        # It shares part of a block with the first sequence, and hits those tokens. In a sealed
+        # block no single tokens can be hit.
         (so_far[:-8] + tokens(20, seed=3), len(so_far) - 8, 2 * size),
-        # All but the last token: the block that has them was not full when the first one ended.
+        # A hit of all but the last token: their block was not full when the first sequence ended.
         (longer, len(longer) - 1, len(longer) - 1),
     ]
     for prompt, expected, expected_sealed in prompts:
@@ -97,9 +97,9 @@ def test_a_hit_inside_a_block_changes_nothing_in_any_format(
 def test_a_hit_is_right_where_some_layers_look_back_a_window_only(
     gemma3_gguf: Path, tmp_path: Path
 ) -> None:
-    """The cache keeps what lies outside of all windows too: layers that see everything read it.
+    """The cache keeps blocks outside of all windows as well: layers with full attention read them.
 
-    The sixth of its layers is the first that does.
+    The sixth of its layers is the first of these.
     """
     engine = load(first_layers(gemma3_gguf, tmp_path / "first.gguf", "gemma3", 6), threads=2)
     shared = tokens(531, seed=4)  # the window is 512

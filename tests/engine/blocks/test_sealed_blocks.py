@@ -1,4 +1,4 @@
-"""Sealed KV blocks in the engine: whatever happens to a sequence, it answers the same tokens."""
+"""Sealed KV blocks in the engine: a sequence answers the same tokens, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], list[int
 
 
 def alone(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], list[int]]:
-    """One after another, each prompt in a single chunk: nothing disturbs them."""
+    """Run one after another, each prompt in a single chunk, so that nothing disturbs them."""
     return {key: value for item in requests for key, value in run(engine, item).items()}
 
 

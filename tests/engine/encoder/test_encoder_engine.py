@@ -1,4 +1,4 @@
-"""The engine of an encoder: whole texts, a bounded step, fair turns, and refusals that say why."""
+"""The engine of an encoder: whole texts, a bounded step, fair order, and refusals with reasons."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_an_encoder_is_not_divided(tmp_path: Path, options: dict[str, Any]) -> N
 def test_the_library_runs_it_and_torch_where_asked_for(tmp_path: Path) -> None:
     folder = make("bert", tmp_path, ranks=False).path
     stored = load_file(folder / "model.safetensors").items()
-    read = [weight for name, weight in stored if "pooler" not in name]  # of tasks that BERT learned
+    read = [weight for name, weight in stored if "pooler" not in name]  # of tasks BERT learned
     asked = request("one", 40)
     vectors = []
     for options, backend, format in (

@@ -129,13 +129,13 @@ def test_sequences_that_make_room_go_on_where_they_were(tiny_llama: Path) -> Non
             "max_model_len": 100,
             "kv_host_memory": host,
         }
-        small = load(tiny_llama, speculate="off", **limits)  # else some end too soon
+        small = load(tiny_llama, speculate="off", **limits)  # else some answers end too soon
         assert run(small, *requests) == expected
         assert small.stats().preemptions_total > 0
 
 
 def test_an_answer_ends_where_its_grammar_does_not_before(engine: LLMEngine) -> None:
-    grammar = Grammar.regex("z{3,}")  # no token has two of them
+    grammar = Grammar.regex("z{3,}")  # no token contains two of them
     bias = {EOS: 100.0}
     text, reason = run(engine, request("eos", grammar, logit_bias=bias))["eos", 0]
     assert (text, reason) == ("zzz", FinishReason.STOP)

@@ -1,4 +1,4 @@
-"""Tokens that a grammar leaves no choice of: they take no steps, and change no answer."""
+"""Tokens that a grammar forces: they take no steps, and change no answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def request(name: str, grammar: Grammar = NAMES, **sampling: Any) -> Request:
 
 
 def run(engine: LLMEngine, *requests: Request) -> tuple[Found, int]:
-    """Answers and the number of steps that they took."""
+    """Answers, and the number of steps that they took."""
     found: Found = {}
     for one in requests:
         engine.submit(one)
@@ -104,7 +104,7 @@ def test_sequences_that_make_room_go_on(tiny_llama: Path, host: int) -> None:
 
 
 def test_every_answer_goes_on_in_every_step(tiny_llama: Path) -> None:
-    """Also where the rows of a step are too few for all that must follow."""
+    """This includes steps with too few rows for all forced tokens."""
     options: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 16}
     requests = [request(str(number), seed=number) for number in range(12)]
     engine = load(tiny_llama, **options)

@@ -1,4 +1,4 @@
-"""Both ways to call llguidance: that they agree, and that reading a vocabulary stops nobody."""
+"""Both ways to call llguidance: they agree, and reading a vocabulary blocks no other thread."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_other_threads_run_while_a_vocabulary_is_read(monkeypatch: pytest.Monkey
     assert begun.wait(300)
     turns = 0
     while not ended.is_set():
-        time.sleep(0.001)  # gives up the GIL, and needs it again
+        time.sleep(0.001)  # releases the GIL, and needs it again
         turns += 1
     thread.join()
     assert turns > 5, "with the GIL held there would be two"

@@ -1,4 +1,4 @@
-"""Schemas of all kinds: which are compiled, and that random words obey them."""
+"""Schemas of all kinds: which ones compile, and that random answers obey them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compiler() -> GrammarCompiler:
 
 
 def answer(matcher: GrammarState, choose: Callable[[list[int]], int]) -> str | None:
-    """What a model says that means nothing by its words; None if it does not come to an end."""
+    """A random model's answer; None if it does not end."""
     mask, tokens = np.zeros((1, num_words(SIZE)), dtype=np.int32), []
     for _ in range(MAX_TOKENS):
         open_library().fill([(matcher, 0)], mask)
@@ -50,7 +50,7 @@ def answer(matcher: GrammarState, choose: Callable[[list[int]], int]) -> str | N
 
 
 def obeys(schema: Any, seeds: int) -> int:
-    """How many random answers came to their end; each of these is judged."""
+    """Count the random answers that end, after checking each of them."""
     first = compiler().compile(Grammar.json_schema(schema))
     finished = 0
     for seed in range(seeds):

@@ -1,4 +1,4 @@
-"""Which precision the KV cache gets: asked for, planned, or what others' checkpoints say."""
+"""The precision of the KV cache: requested, planned, or named by others' checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terms on which a model takes memory beside others."""
+"""The conditions on which a model may take memory beside others."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_beside_a_gpu_it_is_other_memory() -> None:
 
 
 def recurrent(**changes: object) -> MemoryRequest:
-    """A model with 512 KiB of state, and as much KV cache as the other one."""
+    """A model with 512 KiB of state, and as large a KV cache as the other model."""
     base = request()
     conv = replace(base.spec.layers[0], mixer=ShortConvSpec(width=1 << 16, taps=3))
     spec = replace(base.spec, layers=(*base.spec.layers, conv))

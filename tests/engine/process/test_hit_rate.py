@@ -1,4 +1,4 @@
-"""Agents on two replicas find as much in the caches as on one server with all of the memory."""
+"""Agents on two replicas hit as much cache as on one server with all of the memory."""
 
 from __future__ import annotations
 

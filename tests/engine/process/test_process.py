@@ -110,7 +110,7 @@ async def test_closing_early_frees_blocks_queued_in_prefill_and_decoding() -> No
         prefilling.close()
         await until(lambda: client.stats.aborted_total == 3 and idle(client))
         assert client.stats.steps_total > steps
-        assert client.stats.prompt_tokens_total == 401  # the queued one was never looked at
+        assert client.stats.prompt_tokens_total == 401  # the engine never saw the queued one
 
 
 async def test_a_consumer_that_does_not_keep_up_is_given_up() -> None:

@@ -1,4 +1,4 @@
-"""An engine process dies and another takes its place: who is served, told and suspected."""
+"""An engine process dies and another replaces it: who is served, informed and suspected."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_request_that_kills_engines_is_tried_by_itself_and_then_refused(
 
 
 async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
-    """So that the second death is one request's, and not that of all who happen to run."""
+    """A second death can then be blamed on one request, instead of on all that happen to run."""
     async with running("step_seconds=0.01", max_num_seqs=8) as client:
         innocent = [request(n, max_tokens=40) for n in (1, 2, 3)]
         streams = [client.generate(one) for one in innocent]
@@ -132,7 +132,7 @@ async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
                     pass
             stream.close()
         await until(lambda: client.state is EngineState.READY)
-        # All come again, the killer among the first.
+        # All are sent again, the killer among the first.
         killer = asyncio.create_task(tokens(client, request(DIE)))
         await asyncio.sleep(0)
         back = [
@@ -187,7 +187,7 @@ async def test_no_number_of_deaths_is_for_good() -> None:
 
 
 async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
-    """Such as for memory that the process before has not given back yet."""
+    """It fails, for example, while the process before has not yet freed its memory."""
     obstacle = tmp_path / "obstacle"
     model = f"holds_at=20 refuses_while={obstacle}"
     async with running(model, max_num_seqs=1) as client:

@@ -1,4 +1,4 @@
-"""An engine process that does not move is ended; one that computes is left alone."""
+"""An engine process without progress is ended; one that computes is left alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_stopped_process_is_replaced(busy: bool) -> None:
 
 
 async def test_a_process_that_goes_on_in_time_is_kept() -> None:
-    limits = SupervisionLimits(hang_timeout=40.0, step_timeout=300.0)  # a look every 5 s
+    limits = SupervisionLimits(hang_timeout=40.0, step_timeout=300.0)  # checked every 5 s
     async with running("step_seconds=0.01", limits) as client:
         pid, generation = client.pid, client.generate(request(1, max_tokens=50))
         assert pid is not None
@@ -55,7 +55,7 @@ async def test_a_process_that_goes_on_in_time_is_kept() -> None:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    """All that the supervision finds."""
+    """All verdicts of the supervision."""
     found: list[Verdict] = []
     look = Watch.look
 

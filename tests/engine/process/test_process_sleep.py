@@ -19,7 +19,7 @@ from appliance.stats import EngineStats
 
 
 async def put_to_sleep(client: EngineClient) -> psutil.Process:
-    """Return the process that has ended."""
+    """Let the engine fall asleep; return the process that has ended."""
     assert client.pid is not None
     process = psutil.Process(client.pid)
     client.sleep()
@@ -46,7 +46,7 @@ async def test_an_engine_sleeps_after_its_last_request_and_not_before() -> None:
     await client.start(end_tokens, lambda *progress: None)
     try:
         await until(lambda: client.state is EngineState.ASLEEP)
-        # Longer than the timeout, so that only the requests can keep it awake.
+        # Longer than the timeout, so that only the requests can keep the engine awake.
         asked = [request(7, max_tokens=100, ignore_eos=True) for _ in range(3)]
         for answer in await asyncio.gather(*(tokens(client, one) for one in asked)):
             assert answer == [7] * 100

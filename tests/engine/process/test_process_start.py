@@ -1,4 +1,4 @@
-"""An engine process starts, cannot start, or loses its parent on the way."""
+"""An engine process starts, cannot start, or loses its parent while it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports that are too long for a frame: cut, and the same once they are put together."""
+"""Reports that are too long for a frame are cut, and equal the original once reassembled."""
 
 from __future__ import annotations
 

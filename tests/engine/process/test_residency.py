@@ -1,4 +1,4 @@
-"""Several engines share a memory: who makes room, who waits, and what a failure leaves."""
+"""Several engines share a memory: which make room, which wait, and what a failure leaves."""
 
 from __future__ import annotations
 

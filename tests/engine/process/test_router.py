@@ -1,4 +1,4 @@
-"""The choice of a replica: by what its cache knows, within the bound on load."""
+"""The choice of a replica: by the content of its cache, within the bound on load."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_record_forgets_the_end_of_what_was_used_longest_ago() -> None:
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
-# A request is for a prompt; some of those that run have ended before the next one comes.
+# Each request has a prompt; some running requests end before the next one arrives.
 arrivals = st.lists(
     st.tuples(prompts, st.integers(1, 3), st.lists(st.booleans(), max_size=6)), max_size=60
 )

@@ -1,4 +1,4 @@
-"""An engine that hangs, one that takes its time, and when the next one is started."""
+"""An engine that hangs, one that is slow, and the time at which the next one starts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_signs_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
 
 
 def test_what_a_process_waits_for_is_its_work() -> None:
-    """Such as a compiler."""
+    """A compiler that a step has started is an example."""
     code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', 'while True: pass'])"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
         beacon = Beacon()

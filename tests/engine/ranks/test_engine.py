@@ -1,4 +1,4 @@
-"""An engine whose model lies in several processes answers as one that has all of it."""
+"""An engine whose model is divided among processes answers as an engine with the whole model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from appliance.model.source import open_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-# What makes heads divide by 2:1, and shared MLPs into units of 32 columns.
+# Settings with which heads divide by 2:1, and shared MLPs into units of 32 columns.
 IN_THREE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_num_key_heads": 3},
     "nemotron_h": {
@@ -104,7 +104,7 @@ def test_blocks_are_shared_swapped_and_drafts_verified(
 
 
 def test_stages_hold_states_and_experts_whole(tmp_path: Path) -> None:
-    """Sequences give way and come back, with the states that two of three stages have."""
+    """Sequences are preempted and resumed, with states in two of three stages."""
     expected, settings, _ = answers_of_one("lfm2_moe", tmp_path)
     with loaded(tmp_path, pipeline_parallel=3, threads=3, **settings) as engine:
         assert [rank.layers for rank in engine.info.ranks] == [(0, 1), (1, 2), (2, 3)]
@@ -116,7 +116,7 @@ def test_stages_hold_states_and_experts_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "nemotron_h", "deepseek_v3"])
 def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path) -> None:
-    """Sequences give way and come back, and drafts are undone, in the states of all ranks."""
+    """Sequences are preempted and resumed, and drafts are undone, in the states of all ranks."""
     expected, settings, state_bytes = answers_of_one(model_type, tmp_path, speculate="suffix")
     if model_type == "deepseek_v3":
         settings["kv_cache_memory"] *= 2  # each rank has all latents
@@ -158,7 +158,7 @@ def answers_of_one(
 def test_a_draft_model_runs_beside_the_ranks_until_one_ends(
     model: tuple[Any, Path], divided: dict[str, Any]
 ) -> None:
-    """Rank 0 has all of it, and runs it between two steps of weights rounded to rows of 8 bits."""
+    """Rank 0 has the whole draft model, and runs it between two steps of the 8-bit model."""
     settings: dict[str, Any] = {"weight_bits": 8, "kv_cache_dtype": "fp32", "max_model_len": 160}
     with loaded(model[1], speculate="off", **settings) as alone:
         expected = answers(alone, PROMPTS)
@@ -183,7 +183,7 @@ def test_adapters_are_cut_as_the_model_is(
     source = open_model(folder)
     targets = adapter_targets(source.spec, source.family.names).values()
     shapes = {target.name: (target.slot.shape[0], target.slot.shape[1]) for target in targets}
-    # Longer than what a socket takes at once.
+    # Longer than a socket takes at once.
     path = write_adapter(tmp_path / "adapter", shapes, rank=64, spread=0.3)
     ref = AdapterRef("tuned", str(path), stamp_of(path))
     settings: dict[str, Any] = {
@@ -232,7 +232,7 @@ def test_a_pipeline_gives_the_faster_rank_more_layers(
     gpu_split: str,
     layers: list[int],
 ) -> None:
-    """Unless shares are asked for."""
+    """Requested shares override this."""
     monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: speeds)
     write_sure_model("llama", tmp_path, **THREE_GROUPS | {"num_hidden_layers": 3})
     options: dict[str, Any] = {"pipeline_parallel": 2, "gpu_split": gpu_split}

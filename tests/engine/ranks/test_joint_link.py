@@ -1,4 +1,4 @@
-"""Links that ranks of torch have by gloo, of which one end may be bad."""
+"""Gloo links between torch ranks, of which one end may be faulty."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Sound(Joint):
 
 
 class Changing(Joint):
-    """Changes one number of what it sends back."""
+    """A link that changes one number of what it sends back."""
 
     def sum(self, x: Tensor) -> Tensor:
         if x.numel() > 1 and x.any():

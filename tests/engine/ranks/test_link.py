@@ -1,4 +1,4 @@
-"""Links that are slow, hang or change data end in a verdict, in time, and never in a hang."""
+"""Links that are slow, hang or change data get a verdict in time, and never hang the probe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.engine.ranks.link import TRIAL_SECONDS, LinkPath, LinkSpeed, choo
 PCIE = LinkSpeed(8e-6, 25e9)
 STAGED = LinkSpeed(25e-6, 9e9)
 SLOW = LinkSpeed(900e-6, 0.4e9)
-LATE = LinkSpeed(900e-6, 45e6)  # the last rounds take more than half of the time that is left
+LATE = LinkSpeed(900e-6, 45e6)  # the last rounds take more than half of the remaining time
 ROW = 8192
 
 

@@ -1,4 +1,4 @@
-"""A step is cut into micro-batches whose rows, contexts and answers are those of the step."""
+"""A step is cut into micro-batches that keep its rows, contexts and answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_each_stage_runs_each_micro_batch_once_after_the_stage_before(
 
 
 def step_of(rows: torch.Tensor | None) -> RankStep:
-    """Two sequences of 3 and 5 rows, the second one behind 20 tokens."""
+    """Two sequences of 3 and 5 rows, the second one after 20 tokens."""
     batch = RaggedBatch.of(
         [3, 5],
         [3, 25],
@@ -86,7 +86,7 @@ def test_a_sequence_may_lie_in_two_micro_batches() -> None:
 
 
 def test_answers_go_back_to_the_places_where_they_were_wanted() -> None:
-    """A step may want its rows in any order, and none of some micro-batch."""
+    """A step may request its rows in any order, and none of some micro-batch."""
     parts = cut_step(step_of(torch.tensor([7, 0, 6, 1])), (0, 2, 5, 8))
     wanted = [None if part.step.rows is None else part.step.rows.tolist() for part in parts]
     assert wanted == [[0, 1], [], [2, 1]]

@@ -1,4 +1,4 @@
-"""Ranks before they load anything: their links are tested, and their memory is measured."""
+"""Ranks before they load anything: the engine tests their links and measures their memory."""
 
 from __future__ import annotations
 

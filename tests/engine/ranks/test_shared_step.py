@@ -1,4 +1,4 @@
-"""A step's description in memory that ranks share, and as bytes between torch's devices."""
+"""The description of a step in memory that ranks share, and as bytes between torch's devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares are chosen by memory and bandwidth, and those that do not fit are refused by name."""
+"""Shares follow memory and bandwidth; those that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from appliance.model.shard.split import Split
 from appliance.model.tensors import tensor_slots
 
 GIB = 2**30
-WEIGHT_BYTES = 0.625  # of 4 bits and scales
+WEIGHT_BYTES = 0.625  # bytes of a weight: 4 bits and scales
 KV_BYTES = 2 * 8 * 128 * 8192  # of a layer: a context of 8,192 tokens in 8 bits
 MODEL = HeldBytes(
     tuple((slot, WEIGHT_BYTES * prod(slot.shape)) for slot in tensor_slots(DENSE, TensorNames())),
     KV_BYTES,
 )
-LLAMA_3_8B = 8_030_261_248  # parameters of the model of this shape, as its maker counts them
+LLAMA_3_8B = 8_030_261_248  # parameters of the model of this shape, by its maker's count
 
 
 def held(split: Split) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Ranks that torch executes, each a process that meets the others through gloo."""
+"""Ranks that torch executes, each in a process that meets the others through gloo."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
     from appliance.engine.run.device import Graph
 
-# States, and experts of which each rank has columns; latents, with each expert on one rank. What
-# else families have is arithmetic: see model/shard/test_torch_ranks.
+# States, and experts of which each rank has columns; latents, with each expert on one rank. Other
+# features of families are arithmetic: see model/shard/test_torch_ranks.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent": (
         RECURRENT["lfm2_moe"][0],
@@ -57,7 +57,7 @@ TORCH: dict[str, Any] = {"kernels": "torch", "max_model_len": 160}
 
 
 def logits(engine: LLMEngine) -> torch.Tensor:
-    """Return the logits of a prompt, in a cache of its own in all ranks; ends the engine's."""
+    """Return the logits of a prompt, in a cache of its own on all ranks; ends the engine's."""
     runner: Any = engine.runner
     return logits_of(runner.executor, PROMPTS[0])
 
@@ -65,7 +65,7 @@ def logits(engine: LLMEngine) -> torch.Tensor:
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
-    """With prefix hits, and more sequences than there is room for."""
+    """The prompts hit prefixes, and there are more sequences than fit."""
     model_type, settings = FAMILIES[family]
     write_sure_model(model_type, tmp_path, **THREE_GROUPS | settings)
     options = TORCH | {"kv_cache_dtype": "int8", "kv_host_memory": 1 << 22}
@@ -92,7 +92,7 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
             "no state is held twice"
         )
         assert answers(engine, PROMPTS) == expected
-        if state_bytes:  # states too are kept where prompts part
+        if state_bytes:  # a hit of states, too, ends where prompts diverge
             assert answers(engine, PROMPTS) == expected
         stats = engine.stats()
         assert stats.swapped_in_total > 0
@@ -102,7 +102,7 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("exact_products")
 def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
-    """Rank 0 sends the others each adapter, longer than what a socket takes at once.
+    """Rank 0 sends each adapter to the others; it is longer than a socket takes at once.
 
     The model's weights were rounded before they were divided.
     """
@@ -118,7 +118,7 @@ def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
     options = TORCH | {
         "lora_dir": str(tmp_path),
         "max_lora_rank": 64,
-        "max_loras": 1,  # so that the second one takes the first one's slot
+        "max_loras": 1,  # so that the second adapter replaces the first one in its slot
         "kv_cache_dtype": "fp32",
         "weight_bits": 4,
     }
@@ -139,7 +139,7 @@ def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
 
 
 class OneRun(HostDevice):
-    """Captures by running once, and replays what a test says."""
+    """A graph that captures by running once, and replays a function of the test."""
 
     def __init__(self, replay: Callable[[], None]) -> None:
         self.replay = replay
@@ -158,7 +158,7 @@ def late() -> LateDevice:
 def two_ranks(
     late: LateDevice, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLMEngine, Path]]:
-    """Ranks of which the first one's device is late; and the folder of their model."""
+    """Ranks, the first one's device being late; and the folder of their model."""
     folder = tmp_path_factory.mktemp("llama")
     write_sure_model("llama", folder, **THREE_GROUPS)
     options = TORCH | {"kv_cache_dtype": "int4-sealed", "speculate": "suffix"}
@@ -170,9 +170,9 @@ def two_ranks(
 def test_drafts_are_verified_by_all_ranks_and_blocks_are_sealed(
     two_ranks: tuple[LLMEngine, Path], late: LateDevice
 ) -> None:
-    """With some drafts wrong, beside steps planned while rank 0's device alone knows tokens.
+    """Some drafts are wrong; steps are planned while only rank 0's device knows the last tokens.
 
-    Ranks add up in another order: now and then a key or value is rounded to the next of 16 codes.
+    Ranks add in another order: now and then a key or value is rounded to the next of 16 codes.
     """
     engine, folder = two_ranks
     options = TORCH | {"kv_cache_dtype": "int4-sealed", "speculate": "off"}
@@ -196,7 +196,7 @@ def test_drafts_are_verified_by_all_ranks_and_blocks_are_sealed(
 def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(
     two_ranks: tuple[LLMEngine, Path],
 ) -> None:
-    """As a graph does, rank 0 replays without the host's numbers, on other tokens."""
+    """Rank 0 replays as a graph does, without the host's numbers, on other tokens."""
     engine, _ = two_ranks
     runner: Any = engine.runner
     executor: Any = runner.executor

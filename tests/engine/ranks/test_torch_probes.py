@@ -1,4 +1,4 @@
-"""Ranks of torch test the ways between them before they load, and leave those that are bad."""
+"""Torch ranks test the paths between them before they load, and avoid bad ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TORCH: dict[str, Any] = {"kernels": "torch", "kv_cache_dtype": "fp32", "max_mode
 def test_peers_that_hang_give_way_to_the_hosts_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on two GPUs: a process stands for rank 0 in each test, and the reason is told."""
+    """As on two GPUs: a process represents rank 0 in each test, and the reason is logged."""
     write_sure_model("llama", tmp_path, **THREE_GROUPS)
     with loaded(tmp_path, **TORCH) as alone:
         expected = answers(alone, PROMPTS[:1])

@@ -49,7 +49,7 @@ def staged_plan(
     device = HostDevice()
     staging = Staging(device, LARGEST)
     for tensor in (staging.memory,):
-        tensor.fill_(77)  # whatever the step before has left
+        tensor.fill_(77)  # leftovers of the step before
     sampler = Sampler((), batched.choose, penalize, device, num_slots=8, vocab_size=300)
     geometry = Geometry.of(plan, 16, spare, size)
     shape, _ = stage(plan.scheduled, geometry, staging, sampler, {})
@@ -154,7 +154,7 @@ def test_a_padded_step_names_the_rows_that_pass_through_each_state() -> None:
     )
     spare = Spare(8, open_block=30, state_slot=40)
     opened = ((20,), (21, 22, 23), (24,))
-    # In a sealed cache a chunk is laid out as several sequences, and is one span all the same.
+    # A sealed cache lays a chunk out as several sequences, which still form one span.
     for open_blocks, place in ((None, Spare(8, state_slot=40)), (opened, spare)):
         plan = Plan(scheduled, states=StateMoves(), open_blocks=open_blocks)
         _, batch = staged_plan(plan, place, StepSize(2, 32))

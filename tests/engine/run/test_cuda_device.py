@@ -1,4 +1,4 @@
-"""What a GPU is asked for, in which order and on which stream; the GPU itself is a stand-in."""
+"""The calls to a GPU, their order and their streams; a stand-in replaces the GPU."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ POOL = (0, 7)
 
 
 class Gpu:
-    """Stands in for `torch.cuda`; `log` is what happened on which stream."""
+    """Replaces `torch.cuda`; `log` has the calls and their streams."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.streams = 0
         self.stream = "main"
         self.pools_ended: list[object] = []
-        self.in_use = 0  # by torch
+        self.in_use = 0  # torch's memory
         self.free = 1000
-        self.end: Exception | None = None  # of a capture
-        self.broken: Exception | None = None  # whatever waits for the device fails
+        self.end: Exception | None = None  # error of a capture
+        self.broken: Exception | None = None  # error of every call that waits for the device
 
     def new_stream(self) -> SimpleNamespace:
         self.streams += 1
@@ -42,7 +42,7 @@ class Gpu:
 
     @contextmanager
     def on(self, stream: SimpleNamespace) -> Iterator[None]:
-        """As `graph` has it: an exception leaves the stream the current one."""
+        """Like `torch.cuda.graph`: after an exception the stream stays the current one."""
         before, self.stream = self.stream, stream.name
         yield
         self.stream = before
@@ -244,12 +244,12 @@ def test_memory_that_cannot_be_pinned_is_had_all_the_same(
     with torch.inference_mode():
         memory = device.pinned(24)
     assert (memory.shape, memory.dtype) == ((24,), torch.uint8)
-    memory.zero_()  # by whoever is not in that mode
+    memory.zero_()  # works outside of inference mode as well
     assert "host memory" in caplog.text
 
 
 def test_what_others_took_since_the_device_was_opened_is_overhead(gpu: Gpu) -> None:
-    gpu.free, gpu.in_use = 900, 10  # a context of 90
+    gpu.free, gpu.in_use = 900, 10  # its context takes 90
     device = CudaDevice(torch.device("cpu"))
     gpu.free, gpu.in_use = 500, 390
     assert device.overhead() == 20

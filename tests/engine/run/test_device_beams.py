@@ -1,4 +1,4 @@
-"""Whole beam searches on the asynchronous runner find what they find on the synchronous one."""
+"""Whole beam searches: the asynchronous runner finds what the synchronous one finds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from appliance.engine.run.device import Device
 
-pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
+pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch's results are reproducible
 
-EOS = tuple(range(5, 512, 17))  # many, so that answers end early now and then
+EOS = tuple(range(5, 512, 17))  # many, so that some answers end early
 
 
 def load(folder: Path, device: Device | None, **options: Any) -> LLMEngine:

@@ -1,4 +1,4 @@
-"""Which layers of a model stand for all of them when its kernels are compiled."""
+"""The layers of a model that represent all others when its kernels are compiled ahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT8, BF16 = LayerPrecision(KVFormat.INT8), LayerPrecision(KVFormat.BF16)
 
 
 def deep(model: Path, copies: int) -> Decoder:
-    """A model whose layers stand one after another so many times."""
+    """A model whose layers repeat so many times."""
     decoder = load_decoder(open_model(model), REFERENCE, torch.device("cpu"), torch.float32)
     spec = replace(decoder.spec, layers=decoder.spec.layers * copies)
     return replace(decoder, spec=spec, layers=decoder.layers * copies)

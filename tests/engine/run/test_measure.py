@@ -37,7 +37,7 @@ MIB = 2**20
 
 
 class Meter(HostDevice):
-    """Counts as a GPU would: 1 MiB for the tiny cache, and a peak that rises with every look."""
+    """Counts memory like a GPU: 1 MiB for the tiny cache, and a peak that grows at each query."""
 
     is_asynchronous = True
 
@@ -59,14 +59,14 @@ class Meter(HostDevice):
 
 
 class Model:
-    """Remembers what it was asked."""
+    """A model that records what it ran."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.blocks = 0
         self.asked: list[tuple[Any, ...]] = []
-        self.read: list[tuple[int, int]] = []  # rows of hidden states, and those of them scored
+        self.read: list[tuple[int, int]] = []  # rows of hidden states, and scored ones
         self.spec = SimpleNamespace(vocab_size=100, state_bytes=0, has_experts=False)
 
     def allocate_cache(
@@ -131,7 +131,7 @@ def test_the_largest_step_is_run_and_peaks_are_read(
     )
     assert (found.captured, found.largest) == (70 * MIB, 77 * MIB)
     assert model.blocks == 1
-    # A padded step may have more.
+    # A padded step may have more rows.
     step = next(asked for asked in model.asked if len(asked[0]) == rows)
     token_ids, positions, batch, _, wanted = step
     assert len(token_ids) == len(positions) == len(batch.slot_mapping) == rows

@@ -1,4 +1,4 @@
-"""The runner on a device that works by itself, against the one that does everything at once."""
+"""The runner on an asynchronous device, against the runner that does everything synchronously."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.cuda_graphs import GraphCache, StepSize
 from appliance.engine.run.device import Device
 
-pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
+pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch's results are reproducible
 
 EOS = 2
 
@@ -227,13 +227,13 @@ def test_a_step_is_in_flight_while_the_next_one_is_planned(tiny_llama: Path) -> 
     while engine.has_work:
         reports.append(engine.step())
     assert reports[0].started == ("r",)
-    # One step more than tokens, and the last one launches nothing.
+    # There is one report more than steps: the last one launches nothing.
     assert [sum(len(d.token_ids) for d in report.deltas) for report in reports] == [0, 1, 1, 1]
     assert engine.stats().steps_total == 3
 
 
 def test_penalties_count_tokens_that_the_host_does_not_know_yet(tiny_llama: Path) -> None:
-    """On a graph and not, beside a prompt, with a bias, and in slots that others have left."""
+    """Sequences run in graphs and outside, beside a prompt, with a bias, and in reused slots."""
     requests = [
         request("repetition", prompt(30, 1), max_tokens=60, repetition_penalty=1.5),
         request("frequency", prompt(31, 2), max_tokens=60, frequency_penalty=1.0),
@@ -357,7 +357,7 @@ def test_an_interrupted_step_is_repeated(
 
 @pytest.mark.model
 def test_a_real_model_says_the_same_token_for_token(smollm2_gguf: Path, tmp_path: Path) -> None:
-    """Its vocabulary and its first layers: the others would repeat them, in exact products."""
+    """Its vocabulary and its first layers suffice, in exact products: the others repeat them."""
     model = first_layers(smollm2_gguf, tmp_path / "first.gguf", "llama", 2)
 
     def asked(name: str, text: str, **sampling: Any) -> Request:

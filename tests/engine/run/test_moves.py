@@ -1,4 +1,4 @@
-"""Recurrent states move as they are: among rows, to pinned host memory, and back."""
+"""Recurrent states move unchanged: between rows, to pinned host memory, and back."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ CHOOSERS: dict[str, SampleTokens] = {
 @pytest.fixture(params=CHOOSERS)
 def choose(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     def choose(logits: list[float] | torch.Tensor, *sequences: Sequence) -> list[Sampled]:
-        """The last token of each sequence has just been read."""
+        """Choose a token of each sequence, whose last token has just been read."""
         count = len(sequences)
         rows = torch.as_tensor(logits, dtype=torch.float32).reshape(len(sequences), -1).clone()
         device, shape = HostDevice(), StepShape(count, count, count, count)

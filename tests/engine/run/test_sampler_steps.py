@@ -32,7 +32,7 @@ def entry(answer: tuple[int, ...] = (), **sampling: object) -> ScheduledSequence
 
 
 class ReadLater(HostDevice):
-    """A device at which the step after looks for the tokens of this one."""
+    """A device whose next step reads the tokens of this one."""
 
     is_asynchronous = True
 
@@ -51,7 +51,7 @@ def sampler_of(num_slots: int, choose: SampleTokens = batched.choose) -> Sampler
 def sample(
     logits: torch.Tensor, entries: list[ScheduledSequence], sampler: Sampler | None = None
 ) -> list[Sampled]:
-    """As one step of a runner that has no graph, with a row that only fills up."""
+    """Sample as one step of a runner without graphs, with a padding row."""
     for slot, one in enumerate(entries, 1):
         one.sequence.slot = slot
     count = len(entries)
@@ -102,7 +102,7 @@ def test_results_equal_those_of_plain_python() -> None:
 
 
 def test_what_a_graph_has_drawn_counts_unless_single_logits_are_adjusted() -> None:
-    """Step after step, with each token counted once."""
+    """Samples step after step; each token counts once."""
     sampler, staged = sampler_of(len(ENTRIES)), Staging(HostDevice(), SHAPE)
     entries = [entry(tuple(one.sequence.token_ids[3:]), **asked_of(one)) for one in ENTRIES]
     for slot, one in enumerate(entries, 1):
@@ -143,7 +143,7 @@ BEAMS = [
 
 @pytest.mark.parametrize("levels", [1000, 4, 1])
 def test_what_may_follow_beams_equals_that_of_plain_python(levels: int) -> None:
-    """With few levels of logits most tokens are equally likely, with one all are."""
+    """With few levels of logits most tokens are equally likely, with one level all are."""
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randint(levels, (len(BEAMS), VOCAB), generator=generator) * (8 / levels)
@@ -153,7 +153,7 @@ def test_what_may_follow_beams_equals_that_of_plain_python(levels: int) -> None:
         assert [result.continuations is not None for result in found] == [
             entry.sequence.request.sampling.use_beam_search for entry in BEAMS
         ]
-        for one in (0, 2, 4):  # neighbours with more beams change nothing, not even among equals
+        for one in (0, 2, 4):  # neighbours with more beams change nothing, not even ties
             assert sample(logits[one : one + 1], [BEAMS[one]])[0] == found[one]
 
 
@@ -224,6 +224,6 @@ def test_penalties_are_rounded_as_in_plain_python(presence: float) -> None:
     asked = entry((3,) * 7, presence_penalty=presence, frequency_penalty=0.1)
     logits = torch.full((1, VOCAB), 0.1)
     value = np.float32(0.1) - np.float32(presence + 0.1 * 7)
-    logits[0, 4] = float(value)  # a tie with token 3 once it is adjusted, to the last bit
+    logits[0, 4] = float(value)  # a tie with token 3 after the adjustment, to the last bit
     logits[0, [i for i in range(VOCAB) if i not in (3, 4)]] = -9.0
     assert sample(logits, [asked])[0].token_id == 3

@@ -1,7 +1,7 @@
-"""What the documentation says of `seed`, of the CPU library and of a device that works by itself.
+"""The documentation's promises about `seed`, for the CPU library and an asynchronous device.
 
-On the device products are exact here, since those of a GPU may round with the size of a step: what
-is drawn depends on nothing else.
+The device's products are exact here, since those of a GPU may be rounded depending on the size of a
+step: the drawn numbers depend on nothing else.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def test_without_a_seed_every_request_draws_its_own(load: Load) -> None:
 
 
 def test_both_kinds_of_engine_draw_the_same_numbers(tiny_llama: Path) -> None:
-    """Of tokens that a bias makes as good as equally likely: no two executors have equal logits."""
-    even = dict.fromkeys((50, 51, 52, 53), 100.0)  # their logits differ by little beside it
+    """A bias makes tokens nearly equally likely, since no two executors have equal logits."""
+    even = dict.fromkeys((50, 51, 52, 53), 100.0)  # their logits differ little compared with it
     sampling: Any = {"temperature": 2.0, "top_k": 4, "logit_bias": even, "seed": 5}
     config: Any = {"model": str(tiny_llama), "threads": 1, "dtype": "float32"}
     answers = []

@@ -23,7 +23,7 @@ def sequence(answer: tuple[int, ...] = ()) -> Sequence:
 
 
 def prepare(seen: SeenTokens, *steps: tuple[int, Sequence, int]) -> list[int]:
-    """Ready a step that samples behind `end` tokens of each sequence; which tokens it counts."""
+    """Prepare a step that samples after `end` tokens of each sequence; return what it counts."""
     entries = [
         ScheduledSequence(one, end - 1, 1, samples=True, follows=end > len(one.token_ids))
         for _, one, end in steps
@@ -49,7 +49,7 @@ def test_a_sequence_that_is_new_is_counted_from_what_the_host_knows() -> None:
 def test_from_then_on_the_device_counts_what_it_reads_even_if_nobody_knows_it_yet() -> None:
     seen, one = SeenTokens(HostDevice(), 2, VOCAB), sequence()
     prepare(seen, (1, one, 3))
-    seen.table[1] = 0  # it would show if the line was written again
+    seen.table[1] = 0  # this would be overwritten if the row was written again
     for end in (4, 5, 6):
         assert prepare(seen, (1, one, end)) == [1, 0]
         one.token_ids.append(7)
@@ -82,13 +82,13 @@ def test_steps_that_failed_are_counted_afresh(num_lost: int) -> None:
     prepare(seen, (0, one, 4))
     for end in range(5, 5 + num_lost):
         assert prepare(seen, (0, one, end)) == [1, 0]
-        seen.table[0, 9] += 1  # whatever was sampled and never heard of
+        seen.table[0, 9] += 1  # tokens that were sampled but never reported
     assert prepare(seen, (0, one, 5)) == [0, 0]
     assert line(seen, 0) == {1: IN_PROMPT, 2: IN_PROMPT, 4: 2}
 
 
 def test_a_window_moves_with_every_token() -> None:
-    """The last tokens, the prompt's among them, as llama.cpp counts them for its penalties."""
+    """The window covers the last tokens, including the prompt's, as llama.cpp's penalties do."""
     request = Request(
         request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(penalty_window=3)
     )

@@ -150,7 +150,7 @@ def test_steps_with_drafts_are_padded_to_what_has_a_graph(most: int) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 9, 64, 256])
 def test_a_chunk_that_fills_a_step_has_a_graph_whatever_is_beside_it(most: int) -> None:
-    """One launch, of about 270: with 512 rows a step, as long as nobody asks for more."""
+    """One of about 270 launches: steps have 512 rows unless a setting asks for more."""
     budget = 512
     cache = GraphCache(HostDevice(), step_sizes(SchedulerLimits(most, budget, 4096)), 1)
     for size in cache.sizes:
@@ -162,7 +162,7 @@ def test_a_chunk_that_fills_a_step_has_a_graph_whatever_is_beside_it(most: int) 
 
 
 class Hungry(HostDevice):
-    """Each graph takes 100 bytes; the fourth finds none. Steps leave an unused reserve."""
+    """A device whose graphs take 100 bytes each; the fourth does not fit. Steps leave a reserve."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.used = 1000
@@ -190,7 +190,7 @@ SIZES = (StepSize(1), StepSize(2), StepSize(4), StepSize(8))
 
 
 def run_all(cache: GraphCache, sizes: tuple[int, ...]) -> list[int]:
-    """The sizes that were run eagerly."""
+    """Run sizes; return those that ran eagerly."""
     eager: list[int] = []
     for size in sizes:
         cache.run(StepSize(size), lambda size=size: eager.append(size))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A beam search whose time is over ends with the best it has, not with nothing."""
+"""A beam search that runs out of time ends with its best answers so far, not with nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_it_ends_with_what_it_would_have_found_with_so_many_tokens(
 def test_before_its_first_token_it_ends_with_empty_answers(loaded: LLMEngine, clock: Clock) -> None:
     loaded.submit(request("long", timeout=TIMEOUT))
     loaded.scheduler.plan(0.0)
-    loaded.discard_plans()  # it was started, and that is all
+    loaded.discard_plans()  # it was started, but computed nothing
     clock.now = TIMEOUT
     deltas = finish(loaded)
     assert [(delta.index, delta.token_ids) for delta in deltas] == [(0, ()), (1, ()), (2, ())]

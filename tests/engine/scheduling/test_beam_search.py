@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import SequenceDelta
     from appliance.engine.nouns.sequence import Sequence
 
-EOS = tuple(range(5, 512, 17))  # many, so that answers end early now and then
+EOS = tuple(range(5, 512, 17))  # many, so that some answers end early
 
 
 def load(folder: Path, **options: Any) -> LLMEngine:
@@ -87,7 +87,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], Sequence
 
 
 def expected(oracle: Any, item: Request) -> list[tuple[int, ...]]:
-    """What transformers finds, best first."""
+    """The answers of transformers, best first."""
     sampling = item.sampling
     with torch.inference_mode():
         found = oracle.generate(
@@ -107,7 +107,7 @@ def expected(oracle: Any, item: Request) -> list[tuple[int, ...]]:
     answers = []
     for row in found[:, len(item.prompt_token_ids) :].tolist():
         end = next((place for place, token in enumerate(row) if token in ends), len(row))
-        answers.append(tuple(row[: end + 1]))  # what follows fills up the rows
+        answers.append(tuple(row[: end + 1]))  # fills up the rows
     return answers
 
 
@@ -124,7 +124,7 @@ CASES = [
 def test_answers_are_those_of_transformers(
     engine: LLMEngine, oracle: Any, number: int, case: tuple[int, Any, tuple[float, int]]
 ) -> None:
-    """Two searches beside each other, over the prompts in turns."""
+    """Two searches run beside each other, over the prompts in turn."""
     width, early_stopping, (length_penalty, max_tokens) = case
     requests = [
         request(
@@ -193,7 +193,7 @@ def test_shared_blocks_change_memory_and_nothing_else(
     ]
 
     def search() -> tuple[dict[tuple[str, int], tuple[int, ...]], float]:
-        """Answers, and the share of blocks in tables that are there only once."""
+        """Return the answers, and the ratio of distinct blocks to all entries in block tables."""
         engine, answers, in_use, in_tables = load(tiny_llama, kv_cache_dtype=kv), {}, 0, 0
         for item in requests:
             engine.submit(item)
@@ -228,7 +228,7 @@ def test_preempted_searches_find_the_same(tiny_llama: Path) -> None:
 
 
 def test_an_abort_ends_all_beams_in_every_phase(engine: LLMEngine) -> None:
-    for steps in (0, 1, 2, 3, 9):  # queued, in prefill, at its end, just forked, in full swing
+    for steps in (0, 1, 2, 3, 9):  # queued, in prefill, at its end, just forked, in decode
         engine.submit(request("gone", prompt(100, steps), 4, max_tokens=50, ignore_eos=True))
         for _ in range(steps):
             engine.step()
@@ -286,8 +286,8 @@ def test_searches_that_can_never_run_are_refused_with_the_numbers(tiny_llama: Pa
     with pytest.raises(RequestError, match=r"4 beams .* 250 tokens .* 19 .* there are 17"):
         smaller.submit(request("long", prompt(250, 1), 4))
     assert not engine.has_work
-    # 15 full blocks of the prompt, and for each beam one more with six slots left. The last token
-    # needs none, but the context of 256 ends there too.
+    # The prompt has 15 full blocks, and each beam one more with six slots left. The last token
+    # needs no slot, but the context of 256 ends there too.
     found = run(engine, request("just", prompt(250, 1), 4, ignore_eos=True, max_tokens=None))
     assert [len(answer.token_ids) for answer in found.values()] == [6] * 4
     assert {answer.finish_reason for answer in found.values()} == {FinishReason.LENGTH}

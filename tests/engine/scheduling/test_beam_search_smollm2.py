@@ -41,7 +41,8 @@ def test_answers_are_those_of_transformers(smollm2_gguf: Path, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
     weights = {name: one.contiguous() for name, one in model.model.named_parameters("model")}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    # What these layers like to say ends an answer too, so that answers of several lengths compete.
+    # Tokens that these layers often predict also end an answer, so that answers of several lengths
+    # compete.
     liked = (tokenizer.encode(text, add_special_tokens=False) for text in ENDS)
     ends = (*tokenizer.eos_token_ids, *chain.from_iterable(liked))
     prompts = [tokenizer.encode(text, add_special_tokens=True) for text in PROMPTS]

@@ -38,7 +38,7 @@ def step(engine: Scheduler, now: float) -> None:
 
 
 def over(engine: Scheduler, now: float) -> list[Sequence]:
-    """Sequences that are told at this moment that their time is over."""
+    """The sequences whose time is over now."""
     updates = engine.expire(now)
     assert all(update.finish_reason is FinishReason.TIMEOUT for update in updates)
     return [update.sequence for update in updates]

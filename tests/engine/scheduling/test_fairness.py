@@ -1,4 +1,4 @@
-"""Who is served when several owners want more than there is."""
+"""The order of service when several owners want more than there is."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 @dataclass
 class House:
-    """A scheduler whose every step takes a second, and what it gave to whom."""
+    """A scheduler whose steps take a second each, with a record of who got what."""
 
     scheduler: Scheduler
     served: Counter[str] = field(default_factory=Counter)  # rows by owner
-    started: dict[str, int] = field(default_factory=dict)  # request to step
+    started: dict[str, int] = field(default_factory=dict)  # first step by request
     ended: dict[str, int] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     now: int = 0
@@ -69,7 +69,7 @@ class House:
         return plan
 
     def run_until(self, name: str, limit: int = 10_000) -> int:
-        """Steps until a request has ended."""
+        """Count the steps until a request has ended."""
         begin = self.now
         while name not in self.ended:
             self.step()
@@ -161,7 +161,7 @@ def test_what_the_cache_had_is_not_charged() -> None:
     while len(room.ended) < 13:
         room.step()
         order = sorted(room.started, key=room.started.__getitem__)
-    # 1000 of 1002 tokens come from the cache: more of these weigh as much as one of the others.
+    # Of 1002 tokens 1000 come from the cache: several of these cost as much as one of the others.
     last_a = max(order.index(f"a{number}") for number in range(6))
     assert last_a < order.index("b2")
 
@@ -170,8 +170,8 @@ def test_what_the_cache_had_is_not_charged() -> None:
 def test_a_flood_of_one_owner_delays_another_by_no_more_than_its_share(flood: int) -> None:
     """The wait does not depend on how many requests the flood has.
 
-    At most 4 sequences of the flood run when the other one comes; each has at most 40 steps to
-    go, and the next free slot is not theirs.
+    At most 4 sequences of the flood run when the other request arrives; each needs at most 40 more
+    steps, and the flood does not get the next free slot.
     """
     room = house(seqs=4)
     for number in range(flood):
@@ -307,7 +307,7 @@ def test_a_prompt_for_which_there_is_no_room_is_passed_a_few_times_only() -> Non
 
 
 def test_a_load_of_four_times_the_cache_is_served_to_the_end() -> None:
-    """A cache of twice the longest request, and owners who want four times of it at once."""
+    """A cache of twice the longest request, and owners who want four times the cache at once."""
     room = house(seqs=16, num_blocks=100, rows=64, context=200)
     for number in range(16):
         room.add(f"r{number}", 60 + number, owner="abc"[number % 3], max_tokens=120)

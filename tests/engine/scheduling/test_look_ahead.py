@@ -1,4 +1,4 @@
-"""Planning for sequences whose latest token is still on its way."""
+"""Planning for sequences whose latest token is still being computed."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_without_it_sequences_in_flight_are_left_alone() -> None:
 
 
 class Waiting:
-    """Drafts after results that it waits for, if told so."""
+    """Waits for results and then proposes drafts, if told so."""
 
     waits = False
 
     def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
-        """See `Speculates`; the next token of each is on its way."""
+        """See `Speculates`; each sequence's next token is being computed."""
         assert room > 0
         assert all(most > 0 for _, _, most in answers)
         return self.waits

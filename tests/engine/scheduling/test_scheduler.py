@@ -116,7 +116,7 @@ def test_choices_of_a_prompt_that_ends_a_block_copy_nothing_they_do_not_rewrite(
     engine = scheduler()
     engine.add(request("a", range(9), sampling=SamplingParams(n=2, max_tokens=9)), now=0.0)
     step(engine)
-    assert step(engine).copies == ()  # the last prompt token is alone in its block
+    assert step(engine).copies == ()  # the last prompt token has a block of its own
 
 
 def test_choices_come_through_the_prefix_cache_when_the_parent_has_ended() -> None:
@@ -160,7 +160,7 @@ def test_the_latest_gives_way_and_keeps_its_tokens() -> None:
     plan = engine.plan(now=9.0)
     assert plan is not None
     assert plan.started == ()
-    # Its own blocks are still in the cache: what is left to compute starts behind them.
+    # Its own blocks are still in the cache: only the tokens after them need computing.
     assert rows(plan)[0][2] >= 4
     assert new.token_ids[4:] == answer
 
@@ -172,7 +172,7 @@ def test_a_row_whose_blocks_are_taken_is_not_in_the_plan() -> None:
     engine.add(request("ahead", range(24)), now=1.0)
     preempted: tuple[Sequence, ...] = ()
     while not preempted:
-        # The answer of the one behind grows first, into blocks that the prompt will need.
+        # The answer of the lower-priority one grows first, into blocks that the prompt will need.
         plan = step(engine)
         preempted = plan.preempted
     assert [seq.request.request_id for seq in preempted] == ["behind"]
@@ -301,7 +301,7 @@ def test_an_answer_that_outgrows_the_pool_ends_there() -> None:
     while engine.has_work:
         step(engine)
     assert seq.finish_reason is FinishReason.LENGTH
-    assert len(seq.token_ids) == 13  # the last token never needed a slot
+    assert len(seq.token_ids) == 13  # the last token never needs a slot
     assert engine.stats().preemptions_total == 0
 
 

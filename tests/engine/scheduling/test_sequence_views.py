@@ -1,4 +1,4 @@
-"""Each sequence is told in the word that fits it."""
+"""Each sequence is reported in the state that fits it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def crowd() -> list[Request]:
 
 
 def watched(engine: LLMEngine, *requests: Request) -> Seen:
-    """What was told after each step."""
+    """The reports after each step."""
     for item in requests:
         engine.submit(item)
     seen = [(engine.stats(), engine.sequences())]
@@ -70,7 +70,7 @@ def test_swapped_sequences_say_what_is_kept_of_them_and_where(tiny_llama: Path) 
     swapped = [(stats, [v for v in views if v.status == "swapped"]) for stats, views in seen]
     assert all(stats.swapped == len(views) for stats, views in swapped)
     assert all(view.kept_tokens > 0 == view.blocks for _, views in swapped for view in views)
-    # The crowd shares nothing, so that every block in host memory is that of one sequence.
+    # The requests share nothing, so that each block in host memory belongs to one sequence.
     assert all(s.kv_host_swapped == sum(v.host_blocks for v in views) for s, views in seen)
     assert any(view.host_blocks > 1 for _, views in swapped for view in views)
     last, _ = seen[-1]
@@ -95,7 +95,7 @@ def test_what_the_disk_has_is_waited_for(
 ) -> None:
     monkeypatch.setattr(write_behind, "MIN_TOKENS", 64)
     first = load(tiny_llama, kv_disk=str(tmp_path))
-    for _ in range(2):  # what comes again is written
+    for _ in range(2):  # content is written when it occurs the second time
         watched(first, request("a", 250, max_tokens=2))
     first.close()
     again = load(tiny_llama, kv_disk=str(tmp_path))

@@ -1,4 +1,4 @@
-"""What a model with recurrent layers computes again, counted; and what its slots hold back."""
+"""Counts what a model with recurrent layers computes again, and the memory of its state slots."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Served:
         return [entry.num_tokens for entry in plan.scheduled]
 
     def rows(self) -> int:
-        """Run until all is done; how many rows that took."""
+        """Run until all requests are done; return how many rows that took."""
         count = 0
         while self.scheduler.has_work:
             count += sum(self.step())
@@ -83,7 +83,7 @@ def test_twenty_turns_compute_only_new_tokens_and_at_most_a_partial_block(max_to
     known = 0
     for turn in range(20):
         request = served.ask(told, max_tokens=max_tokens)
-        # The last token of an answer is never computed.
+        # The last token of an answer is never run.
         needed = len(told) + max_tokens - 1 - known
         assert needed <= served.rows() < needed + SIZE
         answer = answer_of(request, 0, LONG)

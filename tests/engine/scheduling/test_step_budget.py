@@ -1,4 +1,4 @@
-"""The budget against machines whose cost is known."""
+"""The step budget on machines whose costs are known."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from appliance.engine.nouns.plan import StepLoad
 from appliance.engine.scheduling.step_budget import StepBudget
 
-MAX_ROWS = 512  # of one step, at most
+MAX_ROWS = 512  # of one step
 
 
 @dataclass
 class Machine:
-    """Steps cost what these say, but for noise, and now and then three times as much."""
+    """A step costs what these fields say, with noise, and now and then three times as much."""
 
     fixed: float
     answer: float
@@ -78,7 +78,7 @@ def test_answers_go_on_at_the_pace_that_was_promised_while_a_long_prompt_is_read
         start, steps = start + rows, steps + 1
     slower.sort()
     assert slower[int(0.99 * len(slower))] < 2.0
-    # And the prompt gets what it was promised, if the step is large enough for that.
+    # The prompt also gets its promised share, if the step is large enough for that.
     assert slower[len(slower) // 2] > 1.4 or steps <= 8192 // MAX_ROWS + 10
 
 

@@ -1,4 +1,4 @@
-"""Drafts are run where they pay, by counted rows on a machine whose costs are known."""
+"""Drafts run where they pay, by counted rows on a machine whose costs are known."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGE = {1: 12.4, 4: 16.0, 8: 21.7, 16: 35.3}
 
 
 def cost_of(table: dict[int, float], rows: int) -> float:
-    """Seconds; beyond the table they grow as at its end."""
+    """Seconds of a step; beyond the table they grow as at its end."""
     known = sorted(table)
     high = next((one for one in known if one >= rows), known[-1])
     low = max((one for one in known if one < high), default=1)
@@ -44,13 +44,13 @@ def cost_of(table: dict[int, float], rows: int) -> float:
 
 
 class Oracle:
-    """Proposes tokens of which a known share comes true."""
+    """Proposes tokens of which a known share is accepted."""
 
     def __init__(self, share: Callable[[int], float], noise: random.Random, support: int) -> None:
         self.share, self.noise, self.support = share, noise, support
 
     def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
-        """A right token is 1; each answer's next ones are all 1."""
+        """A right token is 1; the model's next tokens are all 1."""
         found = {}
         for sequence, most in answers:
             share = self.share(sequence.num_output_tokens)
@@ -113,7 +113,7 @@ def test_what_copies_is_faster_as_far_as_rows_allow() -> None:
 
 
 def test_a_part_that_copies_is_noticed_although_nothing_was_run_before() -> None:
-    """And what was bad for long is tried again once it comes true."""
+    """Drafts that were rejected for long are tried again once they would be accepted."""
 
     def share(position: int) -> float:
         return 0.05 if position < 400 else 0.97
@@ -171,7 +171,7 @@ def test_beams_are_refused_where_speculation_was_asked_for() -> None:
 
 
 class SlowOracle:
-    """A draft model: a round takes a known time, and a known share of its tokens comes true."""
+    """A draft model: a round takes a known time, and a known share of its tokens is accepted."""
 
     def __init__(self, share: float, round_seconds: float, noise: random.Random) -> None:
         self.costs, self.read_seconds = RowCosts(), round_seconds / 8
@@ -188,7 +188,7 @@ class SlowOracle:
     def propose(
         self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
     ) -> dict[Sequence, Proposal]:
-        """Drafts go on as those of a model do: a token is surer if it is right."""
+        """Continue a draft with the probabilities of a model: right tokens get higher ones."""
         found = {}
         rounds = 0
         for sequence, most in answers:
@@ -214,7 +214,7 @@ class SlowOracle:
 def with_a_draft_model(
     table: dict[int, float], share: float, batch: int, round_seconds: float, steps: int = 2000
 ) -> tuple[float, int]:
-    """Tokens a second, and tokens of drafts that were made."""
+    """Tokens per second, and the number of drafted tokens."""
     noise = random.Random(batch)
     slow = SlowOracle(share, round_seconds, noise)
     speculator = Speculator([], Matchers(8, ()), most=15, slow=slow, clock=lambda: slow.now)
@@ -255,7 +255,7 @@ def test_a_draft_model_that_is_right_is_asked_where_it_is_fast_enough() -> None:
 def test_a_device_that_would_wait_for_the_host_takes_only_drafts_that_bring_more(
     lost: float, drafts: int
 ) -> None:
-    """Rows cost nothing there; a step that was not planned ahead takes longer."""
+    """Rows cost nothing on it; a step that was not planned ahead takes longer."""
     controller, one = Controller(), sequence()
     for rows in (1, 2, 3):
         load = StepLoad(1, 10, draft_rows=rows - 1)
@@ -279,7 +279,7 @@ def test_a_device_is_waited_for_if_the_token_after_the_next_one_is_foreseen() ->
 
 
 def test_drafts_that_hardly_pay_give_way_to_a_step_without_them_now_and_then() -> None:
-    """Otherwise nobody would notice that such steps have become faster."""
+    """Otherwise the controller would not notice that such steps have become faster."""
     controller, one = Controller(), sequence()
     controller.observe(StepLoad(1, 10, draft_rows=1), 0.0125)
     controller.observe(StepLoad(1, 10), 0.01)
@@ -287,7 +287,7 @@ def test_drafts_that_hardly_pay_give_way_to_a_step_without_them_now_and_then() -
     for _ in range(150):
         drafts = sum(controller.choose({one: Proposal((5,), "suffix", 5)}, 1, 1, room=8).values())
         chosen.append(drafts)
-        # 1.5 tokens in 1.25 times the time, and later in twice the time.
+        # With a draft 1.5 tokens take 1.25 times as long as a plain step, and later twice as long.
         plain = 0.01 if len(chosen) < 30 else 0.006
         controller.observe(StepLoad(1, 10, draft_rows=drafts), 0.0125 if drafts else plain)
     assert 0 in chosen[:30]

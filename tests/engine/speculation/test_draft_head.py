@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from appliance.engine.speculation.draft_model import DraftRows
 
 
-EAGLE = "eagle-"  # before the name of a model that has such a head beside it
+EAGLE = "eagle-"  # prefix of the name of a model with such a head beside it
 KV_FORMATS = ("int8", "bf16", "fp8", "int4", "int4-sealed", "k8v4")
 
 
 class Folders(dict[str, tuple["Path", Any]]):
-    """A folder for each name, with what was written there; made when it is asked for."""
+    """A folder for each name, with the model written there; written on first use."""
 
     def __init__(self, make: Callable[[str], Path]) -> None:
         self._make = make
@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
 
 
 def speculating(folder: Path) -> str:
-    """The setting that asks for the folder's head."""
+    """The setting that selects the folder's head."""
     eagle = folder / "eagle"
     return f"eagle={eagle}" if eagle.is_dir() else "mtp"
 
@@ -129,7 +129,7 @@ def test_its_numbers_are_those_of_the_definition(
     ],
 )
 def test_answers_are_the_same(family: str, kv: str, folders: dict[str, tuple[Path, Any]]) -> None:
-    """All requests of one head of each kind, and a third of the others'."""
+    """Runs all requests with one head of each kind, and a third of them with the others."""
     folder, _ = folders[family]
     each = 1 if (family, kv) in (("glm4_moe", "int8"), (f"{EAGLE}llama", "bf16")) else 3
     requests = without_beams()[::each]
@@ -171,7 +171,7 @@ def answer(engine: LLMEngine, prompt: tuple[int, ...], **sampling: Any) -> None:
     ("family", "sampling", "least"),
     [
         ("glm4_moe", {"temperature": 0.0}, 0.7),
-        (f"{EAGLE}llama", {"temperature": 0.0}, 0.4),  # it lacks some tokens, and goes on
+        (f"{EAGLE}llama", {"temperature": 0.0}, 0.4),  # it lacks some tokens, and continues
         ("glm4_moe", {"temperature": 1.0, "seed": 7}, 0.2),
         (f"{EAGLE}llama", {"temperature": 1.0, "seed": 7}, 0.2),
     ],
@@ -191,7 +191,7 @@ def test_its_tokens_come_true(
 def test_rows_in_the_cache_are_not_run_again(
     family: str, folders: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's blocks hold the head's keys too; an unknown block stays out of its context."""
+    """A prompt's blocks hold the head's keys too; an unknown block is not part of its context."""
     seen: list[DraftRows] = []
     run_head = HeadExecutor.run
 
@@ -202,7 +202,7 @@ def test_rows_in_the_cache_are_not_run_again(
     monkeypatch.setattr(HeadExecutor, "run", watched)
     engine, prompt = drafting(folders[family][0]), tuple(range(100, 190))
     speculator: Any = engine.scheduler.speculator
-    speculator.proposers = ()  # the same answer twice would be looked up
+    speculator.proposers = ()  # else the same answer would be looked up
     answer(engine, prompt, temperature=0.0)
     first = sum(len(one.token_ids) for one in seen)
     assert seen[0].start == 0
@@ -210,8 +210,8 @@ def test_rows_in_the_cache_are_not_run_again(
     answer(engine, prompt, temperature=0.0)
     assert sum(len(one.token_ids) for one in seen) < first - 64
     assert seen[0].start >= 64
-    assert seen[0].skipped <= 16  # the served model goes on inside a block, too
-    # What the head knows of blocks is gone, and the served model reads them from its cache.
+    assert seen[0].skipped <= 16  # the served model resumes inside a block, too
+    # The head forgets which blocks it filled, while the served model reads them from its cache.
     speculator.drafting.proposer.blocks.held.clear()
     seen.clear()
     answer(engine, prompt, temperature=0.0)

@@ -1,4 +1,4 @@
-"""A smaller model drafts: answers stay the same, and its cache holds what it is believed to."""
+"""A smaller model drafts: answers stay the same, and its cache holds what it should hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Watched:
-    """Writes down which token each place of a draft model's cache was filled with."""
+    """Records which token each place of a draft model's cache was filled with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class Watched:
         monkeypatch.setattr(DraftExecutor, "copy", watched_copy)
 
     def _check(self, rows: DraftRows, size: int) -> None:
-        """All tokens before the rows stand where the rows will look for them."""
+        """Check that all tokens before the rows lie where the rows will read them."""
         known, end = rows.sequence.token_ids, len(rows.sequence.token_ids)
         for position in range(min(rows.start, end)):
             held = self._places[rows.blocks[position // size], position % size]
@@ -69,7 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has the served one's vocabulary and says other things."""
+    """A model with the served one's vocabulary and other answers."""
     folder = tmp_path_factory.mktemp("another")
     write_sure_model("llama", folder, **{**SIZES, "vocab_size": 512, "num_hidden_layers": 1})
     return folder
@@ -125,7 +125,7 @@ def test_answers_are_the_same_where_they_have_to_make_room(
 def test_the_same_model_says_the_same(
     tiny_llama: Path, watched: Watched, sampling: dict[str, Any]
 ) -> None:
-    """Each draft is accepted, since it is drawn by the number that the target draws by."""
+    """Each draft is accepted, since draft and target draw with the same random number."""
     engine = drafting(tiny_llama, tiny_llama, kv_cache_dtype="int8")
     params = SamplingParams(max_tokens=100, ignore_eos=True, **sampling)
     engine.submit(Request(request_id="a", prompt_token_ids=(5, 9, 31, 7), sampling=params))
@@ -134,7 +134,7 @@ def test_the_same_model_says_the_same(
     stats = engine.stats()
     assert stats.accepted_tokens_total == stats.draft_tokens_total > 80
     assert stats.steps_total < 20
-    # What was accepted is not read again; some drafts are made and then not run.
+    # Accepted tokens are not read again; some drafts are made and then not verified.
     assert watched.seen["rows"] < 208
 
 

@@ -1,4 +1,4 @@
-"""Drafts of any kind change no answer, to the last bit: models, formats, sampling, company."""
+"""Drafts of any kind change no answer, to the last bit: models, formats, sampling, neighbours."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from appliance.engine.engine import LLMEngine
 
-# Of log probabilities: each of two logits may be off by a step of bfloat16, 0.0625 at their size.
+# Tolerance of log probabilities: each of two logits may be off by a step of bfloat16, 0.0625 at
+# their size.
 CLOSENESS = 0.13
 
 
 def compare(folder: Path, requests: list[Request], share: float, **options: Any) -> LLMEngine:
-    """Assert that answers are the same with drafts, of which about a share is right."""
+    """Assert that drafts, about a share of them right, change no answer."""
     expected, pieces = run(load(folder, **options), requests)
     engine = load(folder, **options, speculate="suffix")
     engine.scheduler.speculator = ReplayingSpeculator(
@@ -86,7 +87,7 @@ def test_answers_of_recurrent_models_are_the_same(
 def test_answers_of_a_device_that_is_late_are_the_same(
     tiny_llama: Path, graphs: str, kv: str, each: int
 ) -> None:
-    """Of all requests, of each second or of each third one."""
+    """Runs all requests, every second or every third one."""
     device = LateDevice()
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32", "cuda_graphs": graphs}
     with exact_products():
@@ -101,7 +102,7 @@ def test_answers_of_recurrent_models_on_a_late_device_are_the_same(tmp_path: Pat
 
 
 def test_a_late_device_repeats_an_earlier_answer(tiny_llama: Path) -> None:
-    """By the proposer that serves, without waiting where it foresees nothing."""
+    """The shipped proposer drafts, and does not wait where it foresees nothing."""
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32", "max_model_len": 256}
     sampling = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     first, again = (
@@ -126,7 +127,7 @@ def test_a_late_device_repeats_an_earlier_answer(tiny_llama: Path) -> None:
 def test_where_sums_depend_on_rows_answers_part_only_between_tokens_that_are_nearly_equal(
     tiny_llama: Path,
 ) -> None:
-    """As on a GPU. In 16 bits, of greedy answers, up to where they part."""
+    """As on a GPU: greedy answers in 16 bits are compared until they diverge."""
     options: dict[str, Any] = {"kernels": "torch", "dtype": "bfloat16", "kv_cache_dtype": "int8"}
     sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=5)
     requests = [

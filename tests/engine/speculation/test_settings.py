@@ -1,4 +1,4 @@
-"""What may be asked for, and what is refused by name."""
+"""The settings of speculation that are accepted, and those that are refused by name."""
 
 from __future__ import annotations
 

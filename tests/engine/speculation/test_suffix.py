@@ -1,4 +1,4 @@
-"""What is proposed from a sequence's own text and from earlier answers."""
+"""Drafts that are copied from a sequence's own text and from earlier answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sequence(prompt: list[int], answer: list[int] | None = None, salt: str = "")
 
 
 def longest(tokens: list[int], context: list[int]) -> int:
-    """Length of the longest match of a context's end that some token follows."""
+    """Length of the longest suffix of a context that occurs in `tokens` with a token after it."""
     return max(
         (
             next(

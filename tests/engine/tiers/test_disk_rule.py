@@ -1,4 +1,4 @@
-"""Nothing lies on the disk but what `ON_DISK` says, and those words stand where people look."""
+"""The disk holds nothing but what `ON_DISK` says, and people are shown those words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def running(folder: Path, block_size: int, num_blocks: int) -> Iterator[LLMEngine]:
-    """An engine without a model, but with files."""
+    """An engine without a model, but with a disk."""
     setting = Setting(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -84,10 +84,10 @@ def running(folder: Path, block_size: int, num_blocks: int) -> Iterator[LLMEngin
 
 
 class Conversations:
-    """Whatever was asked and answered, by request."""
+    """All requests and their answers."""
 
     def __init__(self) -> None:
-        self.requests: list[tuple[int, Request]] = []  # each with when it was asked
+        self.requests: list[tuple[int, Request]] = []  # each with its wave
         self.answers: dict[str, dict[int, list[int]]] = {}
 
     def texts(self, number: int) -> list[list[int]]:
@@ -97,7 +97,7 @@ class Conversations:
         return [prompt + answer for answer in self.answers[request.request_id].values()] or [prompt]
 
     def ask(self, engine: LLMEngine, wave: int, requests: Sequence[Request]) -> None:
-        """Ask all of them at once, and wait for the answers."""
+        """Submit all of them at once, and wait for the answers."""
         for request in requests:
             self.requests.append((wave, request))
             self.answers[request.request_id] = {}
@@ -108,7 +108,7 @@ class Conversations:
                 answers.setdefault(delta.index, []).extend(delta.token_ids)
 
     def allowed(self, block_size: int, least: int) -> set[str]:
-        """Names of the files that there may be, found out without prefix cache or scheduler."""
+        """Names of the files that may exist, computed without prefix cache or scheduler."""
         names = set()
         for number, (wave, request) in enumerate(self.requests):
             prompt, shared = list(request.prompt_token_ids), 0
@@ -196,7 +196,7 @@ def test_a_load_of_prompts_that_share_nothing_leaves_nothing(tmp_path: Path) -> 
 
 
 def test_a_beginning_that_came_twice_is_there_up_to_its_last_whole_block(tmp_path: Path) -> None:
-    """An agent's next turn: what it was told and what it said come again, and something new."""
+    """An agent's next turn repeats its prompt and its answer, and adds new tokens."""
     noise, told = random.Random(0), Conversations()
     first = noise.choices(range(VOCAB), k=250)
     with running(tmp_path, 16, 1024) as engine:
@@ -212,7 +212,7 @@ def test_a_beginning_that_came_twice_is_there_up_to_its_last_whole_block(tmp_pat
 
 @pytest.mark.parametrize(("length", "written"), [(MIN_TOKENS, 0), (MIN_TOKENS + 1, 16)])
 def test_the_number_of_the_sentence_is_the_least(tmp_path: Path, length: int, written: int) -> None:
-    """A prompt's very last token is computed again, so it is one more than what is shared."""
+    """A prompt's last token is computed again, so the prompt is one longer than what is shared."""
     prompt, told = random.Random(0).choices(range(VOCAB), k=length), Conversations()
     with running(tmp_path, 16, 1024) as engine:
         for wave in range(2):

@@ -1,4 +1,4 @@
-"""Files of blocks: what comes back is what was written, or nothing."""
+"""Files of blocks: a read returns what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def opened(root: Path, *, model: bytes = MODEL, capacity: int = 1 << 30) -> Disk
 
 
 def write(store: DiskStore, *numbers: int) -> None:
-    """Each used a second later than the one before, in the order of their numbers."""
+    """Write blocks in order of their numbers, each used a second later than the one before."""
     for number in numbers:
         store.write(content_of(number), data_of(number), 10**18 + number * 10**9)
 
@@ -133,7 +133,7 @@ def test_a_longer_file_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_under_a_good_name_is_dropped(tmp_path: Path) -> None:
-    """Of another model, and of another place in a chain: both whole, neither what was asked for."""
+    """One file is of another model, one of another place in a chain; both are intact."""
     store, other = opened(tmp_path), opened(tmp_path, model=OTHER)
     write(store, 1, 2)
     write(other, 3)
@@ -165,7 +165,7 @@ def test_a_file_that_is_gone_is_a_miss_and_no_damage(tmp_path: Path) -> None:
 
 
 def test_a_planted_link_opens_no_other_folder(tmp_path: Path) -> None:
-    """Its target was made readable for its owner alone, whoever else was to read it."""
+    """A fault changed the mode of the link's target, so that only its owner could read it."""
     victim = tmp_path / "victim"
     victim.mkdir(mode=0o755)
     root = tmp_path / "kv"
@@ -204,7 +204,7 @@ def test_a_folder_of_another_user_is_refused(
 
 def test_the_oldest_files_of_all_models_go_first(tmp_path: Path) -> None:
     other = opened(tmp_path, model=OTHER)
-    write(other, 0, 9)  # 0 was used first of all, 9 last
+    write(other, 0, 9)  # 0 was used first, 9 last
     store = opened(tmp_path, capacity=6 * (SIZE + HEADER_BYTES))
     store.sweep()
     write(store, 1, 2, 3, 4)
@@ -239,7 +239,7 @@ def test_unfinished_files_are_removed_once_they_are_old(tmp_path: Path) -> None:
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """The kernel refuses to write more, as on a disk that is full."""
+    """The kernel refuses to write more, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -265,7 +265,7 @@ def test_a_disk_that_is_almost_full_is_left_alone(
     store = opened(tmp_path)
     space = os.statvfs(tmp_path)
     fields = list(space)
-    fields[4] = 10  # blocks for us
+    fields[4] = 10  # blocks that we may use
 
     def almost_full(path: Path) -> os.statvfs_result:
         return os.statvfs_result(fields)
@@ -352,7 +352,7 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
             assert process.stdout is not None
             process.stdout.readline()
         store = opened(tmp_path, capacity=40 * (SIZE + HEADER_BYTES))
-        while not store.counters.evicted:  # however long they take to write enough
+        while not store.counters.evicted:  # the writers may take as long as they need
             store.sweep()
             for number in range(0, 400, 7):
                 assert store.read(content_of(number)) in (None, data_of(number))
@@ -375,4 +375,4 @@ def test_ten_thousand_files_are_opened_in_little_time(tmp_path: Path) -> None:
     store = opened(tmp_path)
     seconds = time.process_time() - begin
     assert len(store) == 10_000
-    assert seconds < 0.05 * 3  # of a processor, threefold because the machine is shared
+    assert seconds < 0.05 * 3  # processor seconds, threefold because the machine is shared

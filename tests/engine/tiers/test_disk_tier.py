@@ -1,4 +1,4 @@
-"""An engine with a disk: what one remembers the next one finds, and nothing that is wrong."""
+"""An engine with a disk: it finds what an earlier one stored, and nothing wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def short_prompts_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def running(folder: Path, disk: Path | str, **options: Any) -> Iterator[LLMEngine]:
-    """An engine that ends in an orderly way, and leaves no thread."""
+    """An engine that ends in an orderly way and leaves no thread."""
     before = set(threading.enumerate())
     engine = load(folder, disk, **options)
     try:
@@ -79,7 +79,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
 
 
 def run_twice(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
-    """What comes again is written."""
+    """Run requests twice: blocks that recur are written."""
     answers = run(engine, *requests)
     assert run(engine, *requests) == answers
     return answers
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_dropped_and_what_follows_computed(
 
 
 def held_back_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """From now on files are read only once this is set."""
+    """Hold file reads back from now on, until this event is set."""
     gate, read = threading.Event(), DiskStore.read
 
     def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
@@ -205,7 +205,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nor asked again, until it has answered."""
+    """It is not asked again until it has answered."""
     with running(tiny_llama, tmp_path) as first:
         expected = run_twice(first, request("a"), request("b", seed=1))
     gate = held_back_reads(monkeypatch)
@@ -327,7 +327,7 @@ def test_scripts_leave_nothing_on_the_disk_unless_told_to(
 def test_what_the_thread_takes_is_counted_and_idle_moments_write_the_rest(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the disk's thread takes all that steps can spare and more, they hand nothing over."""
+    """When the disk's thread takes more than steps can spare, they hand nothing over."""
     with running(tiny_llama, tmp_path) as engine:
         writes, disk = engine.tiers.writes, engine.tiers.disk
         assert writes is not None

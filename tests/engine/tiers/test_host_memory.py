@@ -1,4 +1,4 @@
-"""Host memory for blocks that make room: what an engine was planned with is what its tiers have."""
+"""Host memory for evicted and preempted blocks: the tiers get what the engine was planned with."""
 
 from __future__ import annotations
 

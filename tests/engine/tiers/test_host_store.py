@@ -1,4 +1,4 @@
-"""Host memory whose content takes different room."""
+"""Host memory whose entries differ in size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A preempted sequence that comes back from host memory answers as if it had never gone."""
+"""A preempted sequence that returns from host memory answers as if it had stayed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def request(name: str, length: int, *, seed: int = 0, **sampling: Any) -> Reques
 
 
 def crowd() -> list[Request]:
-    """Requests, seeded and greedy in turn."""
+    """Requests that are seeded and greedy in turn."""
     return [request(f"r{i}", 60 + i, seed=i, temperature=float(i % 2)) for i in range(4)]
 
 
@@ -123,7 +123,7 @@ def test_host_memory_for_one_victim_is_never_exceeded(tiny_llama: Path) -> None:
 def test_victims_are_computed_again_where_that_is_faster(tiny_llama: Path) -> None:
     roomy = load(tiny_llama, "int8")
     small = tight(tiny_llama, "int8", roomy)
-    small.tiers.rates.moves = 1.0  # byte per second, and a mean that barely forgets
+    small.tiers.rates.moves = 1.0  # bytes per second, and a mean that hardly forgets
     for item in crowd():
         small.submit(item)
     while small.has_work:
@@ -154,7 +154,7 @@ def test_ending_a_swapped_sequence_frees_its_host_memory(tiny_llama: Path) -> No
 
 
 def test_four_times_the_capacity_is_served_by_a_cache_of_two_requests(tiny_llama: Path) -> None:
-    """The load that must not livelock: everything ends, and the order of rank is kept."""
+    """The load that must not livelock: all requests end, in the order of rank."""
     roomy = load(tiny_llama, "int8")
     small = tight(tiny_llama, "int8", roomy, max_num_batched_tokens=32)
     requests = [request(f"r{i}", 64, seed=i, max_tokens=64) for i in range(8)]

@@ -1,4 +1,4 @@
-"""What steps give for the disk: never more than their share, whatever a block takes, and when."""
+"""Time that steps give the disk: never more than their share, whatever a block takes and when."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class CountedDisk:
-    """Takes so much of a processor for each block, while time goes by.
+    """A disk that uses processor seconds for each block while time passes.
 
     Attributes:
-        thread_seconds: of a processor for the next block.
-        cpu_seconds: so far.
-        touched: hashes whose time was noted.
+        thread_seconds: processor seconds for the next block.
+        cpu_seconds: processor seconds so far.
+        touched: hashes whose time of use was recorded.
     """
 
     thread_seconds: float = 0.0
@@ -34,7 +34,7 @@ class CountedDisk:
     touched: list[bytes] = field(default_factory=list)
     is_writing: bool = True
     files: set[bytes] = field(default_factory=set)
-    left: float = 0.0  # of what was handed over
+    left: float = 0.0  # of the blocks that were handed over
 
     def __contains__(self, content: bytes) -> bool:
         return content in self.files
@@ -56,14 +56,14 @@ class CountedDisk:
         self.left += self.thread_seconds
 
     def work(self, seconds: float) -> None:
-        """Let time go by."""
+        """Let time pass."""
         done = min(seconds, self.left)
         self.left -= done
         self.cpu_seconds += done
 
 
 class Index:
-    """A cache in which everything is."""
+    """A cache that holds every block."""
 
     def get(self, content: bytes) -> int:
         return 0
@@ -75,12 +75,12 @@ class Blocks:
 
 
 class Bench:
-    """Steps of any length with blocks that wait all the time."""
+    """Steps of any length while blocks always wait."""
 
     def __init__(self) -> None:
         self.clock, self.disk = Clock(), CountedDisk()
         self.copy_seconds = 0.0
-        self.hand_over = 0.0  # seconds of the steps' thread so far
+        self.hand_over = 0.0  # seconds that the steps' thread has spent on hand-overs
         self.writes = WriteBehind(Blocks(), self.disk, self.save, self.clock.read)  # type: ignore[arg-type]
         numbers = count()
         self.writes.offer([next(numbers).to_bytes(16, "big") for _ in range(5000)])
@@ -93,11 +93,11 @@ class Bench:
 
     @property
     def taken(self) -> float:
-        """Seconds of processors."""
+        """Processor seconds spent so far."""
         return self.hand_over + self.disk.cpu_seconds
 
     def step(self, seconds: float) -> float:
-        """Run a step; what writing took of processors meanwhile and behind it."""
+        """Run a step; return the processor seconds that writing took during and after it."""
         before = self.taken
         self.disk.work(seconds)
         self.clock.now += seconds
@@ -123,7 +123,7 @@ def test_no_row_of_steps_gives_more_than_its_share_and_a_block(
         dearest = max(dearest, copy + thread)
         if idles:
             bench.writes.idle()
-            bench.disk.work(1.0)  # it lasts until all is written
+            bench.disk.work(1.0)  # long enough to write everything
             bench.writes.idle()
             bench.disk.work(1.0)
         lengths.append(seconds)
@@ -152,7 +152,7 @@ def test_answers_behind_a_long_prompt_do_not_pay_for_what_it_did_not_use() -> No
 
 
 def test_whatever_else_the_thread_does_is_paid_for_first() -> None:
-    """A sweep over all files, or the times of a long conversation's blocks."""
+    """Examples are a sweep over all files, or touching the blocks of a long conversation."""
     bench = Bench()
     bench.disk.thread_seconds = 0.0003
     bench.disk.cpu_seconds += 0.1

@@ -47,7 +47,7 @@ def test_a_token_reads_the_chosen_experts_on_either_side(source: ModelSource) ->
 
 
 def test_experts_that_left_are_no_part_of_what_the_device_reads(source: ModelSource) -> None:
-    """With the last experts gone a token reads all weights, but the embedding."""
+    """Once no experts are left there, a token reads all the device's weights but the embedding."""
     sizes = {True: 0, False: 0}
     embedding = 0
     for slot in source.slots():

@@ -14,7 +14,7 @@ from appliance.engine.memory.plan import (
 )
 from appliance.errors import MemoryPlanError
 
-# Of four layers the experts of three: 80 MiB on the device, 90 in host memory.
+# The experts of three of four layers: 80 MiB on the device, 90 in host memory.
 LAYERS = tuple(LayerExperts(layer, 80 * MIB, 90 * MIB) for layer in (3, 2, 0))
 
 
@@ -99,6 +99,6 @@ def test_before_the_workspace_is_measured_an_estimate_of_it_decides() -> None:
     without = plan_memory(replace(request(max_num_batched_tokens=6400), workspace_bytes=0))
     assert len(without.host_experts.layers) == 2
     hopeless = settled_by_estimate(request(max_num_batched_tokens=65536))
-    assert hopeless.host_experts.layers == (0, 2, 3)  # the measure may be less
+    assert hopeless.host_experts.layers == (0, 2, 3)  # the measured value may be smaller
     asked = settled_by_estimate(request(asked=1, max_num_batched_tokens=65536))
     assert asked.host_experts.layers == (3,)

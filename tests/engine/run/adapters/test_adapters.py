@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def greedy(engine: LLMEngine, model: Path, folder: Path, count: int) -> list[int]:
-    """Return what a decoder says that has no engine around it."""
+    """Return the greedy answer of a decoder alone, without an engine."""
     runner: Any = engine.runner
     executor = runner.executor
     source = open_model(model)
@@ -131,7 +131,7 @@ def test_a_preempted_sequence_goes_on_with_its_adapter(model: Path, folders: lis
     expected = run(roomy, *long)
     tight = load(model, kv_cache_memory=9 * 8192, max_model_len=64, prefix_caching=False)
     assert tight.adapters is not None
-    for folder in folders[:2]:  # or the first sequences would end while the second is read
+    for folder in folders[:2]:  # else the first sequences would end while the second is read
         tight.adapters.install(ref(folder))
     found = run(tight, *long)
     assert tight.stats().preemptions_total > 0
@@ -187,7 +187,7 @@ def test_it_waits_no_longer_than_its_request_allows(model: Path, folders: list[P
 
 
 def test_nobody_overtakes_one_that_waits_long(model: Path, folders: list[Path]) -> None:
-    """Without this a stream of requests for one adapter would keep another's out for ever."""
+    """Otherwise a stream of requests for one adapter would keep another adapter's out for ever."""
     engine = load(model, max_loras=1)
     clock = [100.0]
     assert engine.adapters is not None

@@ -1,4 +1,4 @@
-"""Adapters with drafts, host memory and a disk: each answer is that of its own weights."""
+"""Adapters with drafts, host memory and a disk: each answer follows from its own weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_drafts_change_no_answer(model: Path, folders: list[Path]) -> None:
 
 
 def test_earlier_answers_are_proposed_to_every_adapter(model: Path, folders: list[Path]) -> None:
-    """Each verifies them by its own weights."""
+    """Each adapter verifies them with its own weights."""
     engine, plain = load(model, speculate="suffix"), load(model, speculate="off")
     draft_always(engine)
     for order in (folders, folders, folders[::-1]):
@@ -87,7 +87,7 @@ def test_host_memory_knows_adapters_by_their_content(
     engine.tiers.host.keeps_unwanted = True  # as on a GPU
     folder = shutil.copytree(folders[0], tmp_path / "same")
     expected, _ = answers(engine, [request("first", folder)])
-    for number in range(3):  # push it out
+    for number in range(3):  # evict it
         cached(engine, request(f"r{number}", prompt=tuple(range(number + 43, number + 83))))
     assert engine.stats().kv_host_blocks > 0
     for other in (request("base"), request("other", folders[1])):
@@ -107,7 +107,7 @@ def test_a_swapped_sequence_goes_on_with_its_adapter(model: Path, folders: list[
     tight = load(
         model, kv_cache_memory=9 * 8192, max_model_len=64, kv_host_memory=2**20, speculate="off"
     )
-    for folder in folders[:2]:  # both lie in slots before, or one adapter's may run alone
+    for folder in folders[:2]:  # both in slots before, else one adapter's may run alone
         answers(tight, [request(folder.name, folder, short[:9], max_tokens=1)])
     found, _ = answers(tight, requests)
     assert tight.stats().preemptions_total > 0
