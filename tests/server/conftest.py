@@ -1,6 +1,6 @@
-"""A real server in this process in front of an engine that repeats its prompt.
+"""A real server in this process, with an engine that repeats its prompt.
 
-The tokenizer is byte-level: token n < 256 is byte n, so answers can be foretold.
+The tokenizer is byte-level: token n < 256 is byte n, so that tests can predict answers.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ ECHO = (
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop that the server really runs on."""
+    """Use the loop of the real server."""
     return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    """One for all files, whose tests run on its loop; each opens a context of its own."""
+    """One browser for all files, whose tests run on its loop; each opens a context of its own."""
     from support.server.browser import chromium
 
     async with chromium() as running:
@@ -83,7 +83,7 @@ def byte_tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 @pytest.fixture
 def tokenizer_with(tmp_path: Path) -> Callable[..., Tokenizer]:
-    """The byte tokenizer with another template and perhaps more control tokens."""
+    """The byte tokenizer with another template and further control tokens."""
 
     def make(template: str, *special: str) -> Tokenizer:
         save_byte_tokenizer(tmp_path, template, special=special)
@@ -94,7 +94,7 @@ def tokenizer_with(tmp_path: Path) -> Callable[..., Tokenizer]:
 
 @dataclass
 class Found:
-    """A model's files, of which a server reads the tokenizer only."""
+    """A model's files, of which a server reads only the tokenizer."""
 
     path: Path
     name: str
@@ -103,7 +103,7 @@ class Found:
 
 @dataclass
 class Running:
-    """A server that runs, and ways to talk to it."""
+    """A running server, and ways to talk to it."""
 
     url: str
     state: ModelState  # of the first model
@@ -113,7 +113,7 @@ class Running:
 
     @property
     def engine(self) -> EngineClient:
-        """The only process of the first model."""
+        """The only engine process of the first model."""
         (engine,) = self.state.engine.replicas
         return engine
 
@@ -139,7 +139,7 @@ class Running:
             ]
 
     def idle(self) -> bool:
-        """Whether the engine holds nothing for anybody."""
+        """Whether the engine holds nothing for any request."""
         engine, stats = self.state.engine, self.state.engine.stats
         return (
             engine.num_running + engine.num_waiting == 0

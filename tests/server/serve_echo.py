@@ -1,4 +1,4 @@
-"""`run_server` as the command line calls it, in front of the engine that repeats its prompt."""
+"""Starts `run_server` as the command line does, with the engine that repeats its prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(folder: str, echo: str, port: str, knobs: str) -> int:
     log.configure()
     if knobs.startswith("header_seconds="):
         connection.HEADER_SECONDS = float(knobs.split()[0].partition("=")[2])
-    # Unless a test says else, only what it does ends a stream.
+    # By default only the test itself ends a stream.
     drain_timeout = float(os.environ.get("APPLIANCE_DRAIN_TIMEOUT", "3600"))
     settings = load_settings({"port": int(port), "drain_timeout": drain_timeout})
     try:

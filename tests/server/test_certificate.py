@@ -1,4 +1,4 @@
-"""HTTPS: certificates from files, what is wrong with them, and clients that trust them."""
+"""HTTPS: certificates from files, the errors in them, and clients that trust them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD, GOOD_KEY = str(FILES / "good.pem"), str(FILES / "good.key")
 
 
 def serial(certificate: Certificate) -> str:
-    """Of what connections get now."""
+    """The serial number of the certificate that new connections get."""
     client = ssl.create_default_context(cafile=GOOD)
     client.load_verify_locations(str(FILES / "expired.pem"))
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE

@@ -1,6 +1,6 @@
-"""Faults and load that strangers and machines bring, for as long as a test may take.
+"""Faults and load from strangers and machines, for as long as a test may take.
 
-`scripts/soak` lets a server live through the same for longer.
+`scripts/soak` exposes a server to the same for longer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that survives all of this file."""
+    """A server that survives all of this file."""
     folder = tmp_path_factory.mktemp("chaos")
-    knobs = "header_seconds=3 num_blocks=4096"  # a busy client is not slow yet
+    knobs = "header_seconds=3 num_blocks=4096"  # so long that a busy client is not yet too slow
     with echo_server(folder, knobs, APPLIANCE_MAX_CONNECTIONS="200") as running:
         yield running
 

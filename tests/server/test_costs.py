@@ -1,7 +1,7 @@
-"""What a body, a model or its answer costs grows as its size does, at every door.
+"""The cost of a body, a model or an answer grows with its size alone, at every door.
 
-Each door gets inputs of n, 2n, 4n and 8n in shapes that Hypothesis makes. `APPLIANCE_TEST_COSTS=N`
-runs N shapes a door.
+Each door gets inputs of n, 2n, 4n and 8n in shapes that Hypothesis generates.
+`APPLIANCE_TEST_COSTS=N` runs N shapes per door.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def body(shape: Any, size: int) -> Callable[[], object]:
             str(name) + ("" if kind == "few" else "x"): value for name in names("distinct", size)
         }
     raw = json.dumps({"messages": [], "prompt": "", field: many}).encode()
-    if kind == "few":  # keys that stand twice
+    if kind == "few":  # duplicate keys
         raw = b'{"' + b'":1,"'.join(str(i).encode() for i in range(size)) + b'":1}'
 
     def decode() -> None:
@@ -178,7 +178,7 @@ def heads(shape: Any, size: int) -> Callable[[], object]:
             scope["path"] += text
             scope["raw_path"] = quote(scope["path"]).encode()
         client.gone.set()
-        with contextlib.suppress(Exception):  # there is no engine behind
+        with contextlib.suppress(Exception):  # it fails without an engine
             await _APPS[0](scope, client.receive, client.send)
 
     def ask_each() -> None:
@@ -291,7 +291,7 @@ def responses_items(shape: Any, size: int) -> Callable[[], object]:
 
 @door(st.tuples(_ITEMS, NAMES), 40, (["reasoning", "item_reference"], "distinct"))
 def response_store(shape: Any, size: int) -> Callable[[], object]:
-    """A conversation is kept, continued and named again, its items by references too."""
+    """Keep, continue and rename a conversation, also with references to its items."""
     kinds, kind = shape
     new = [one for one in kinds if one != "item_reference"] or ["reasoning"]
 
@@ -431,7 +431,7 @@ def _reader_door(form: Any) -> None:
         st.sampled_from([None, *KNOWN_MARKS]),
         st.booleans(),
     )
-    # Calls that never end, character by character and at once: in a string, in the name, in a list.
+    # Unfinished calls, character by character and at once: in a string, in the name, in a list.
     text, name, _ = form.write("f", '{"a": "b"}').partition('"f"')
     begun = (text + name).rpartition("f")[0]
     endless = (

@@ -1,4 +1,4 @@
-"""The engine dies, hangs or is not there: clients are told, and the server stays up."""
+"""The engine dies, hangs or is missing: clients are told, and the server stays up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIE, HANG, FAIL = 264, 267, 268  # see echo_worker.py
 
 
 async def stream_lines(running: Running, begun: asyncio.Event) -> list[str]:
-    """All data of one long stream; tells when the first came."""
+    """Read one long stream; signal the first data."""
     body = {"prompt": "ab", "max_tokens": 400, "stream": True}
     found = []
     async with running.http.stream("POST", "/v1/completions", json=body) as response:
@@ -163,7 +163,7 @@ async def test_an_engine_that_cannot_come_back_is_waited_for(serve: Serve, tmp_p
 async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
     serve: Serve,
 ) -> None:
-    """OpenAI's client repeats what failed, and three deaths used to be for good."""
+    """OpenAI's client repeats failed requests, and three deaths used to end the server for good."""
     async with serve() as running:
         lost = await running.complete([DIE, 1], max_tokens=2)
         assert lost.status_code == 503

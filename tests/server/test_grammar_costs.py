@@ -1,4 +1,4 @@
-"""What schemas, grammars, expressions and tools cost grows as their size does."""
+"""The cost of schemas, grammars, expressions and tools grows with their size alone."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ _RULES = st.sampled_from(
 
 
 def _grammar_of(shape: Any, size: int) -> str:
-    """Rules in a row, each of which names the next, the first or itself; or one long rule."""
+    """Rules in a row, each of which refers to the next, the first or itself; or one long rule."""
     pieces, where = shape
     whole = " ".join(islice(cycle(pieces), size))
     others = "".join(f"{name}: {pieces[0]}\n" for name in ("a", "g", "h", "j", "l", "_f"))

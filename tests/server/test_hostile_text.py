@@ -1,4 +1,4 @@
-"""Chats that are meant to stall the server, and templates and tokenizers that come to it."""
+"""Chats that try to stall the server, and hostile templates and tokenizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.chaos
 
 CHAT = "/v1/chat/completions"
-BETWEEN_SECONDS = 0.05  # from one look at a server to the next
+BETWEEN_SECONDS = 0.05  # between two looks at a server
 
 
 def nested(depth: int) -> Any:
@@ -31,7 +31,7 @@ def nested(depth: int) -> Any:
 
 
 def call(arguments: Any, call_id: str = "1") -> dict[str, Any]:
-    """The messages of a chat whose texts are short, and whose tool call is what it is."""
+    """The messages of a chat with short texts and a tool call with these arguments."""
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": call_id, "type": "function", "function": function}]
     return {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
@@ -52,7 +52,7 @@ async def test_deep_tool_calls_are_the_clients_mistake(serve: Serve) -> None:
 async def test_every_chat_is_rendered_beside_the_event_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the length of `content` was looked at, and 2 MiB can lie beside it."""
+    """Only the length of `content` was checked, while 2 MiB can lie in other fields."""
     threads = []
     encode_chat = Tokenizer.encode_chat
 

@@ -1,11 +1,11 @@
-"""The server's process computes nothing, so it loads nothing that does."""
+"""The server's process computes nothing, so it loads no library that does."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# Every file of the server, also those that are imported for the first dashboard only.
+# Every file of the server, including those that only the first dashboard imports.
 PROGRAM = """
 import importlib, pkgutil, sys
 import appliance.commands.serve, appliance.server
@@ -26,7 +26,7 @@ def test_the_server_s_process_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_what_the_engine_waits_for_is_little() -> None:
-    """The engine is told what to load before the web server and the tokenizer are imported."""
+    """The engine learns what to load before the web server and the tokenizer are imported."""
     program = (
         "import sys, appliance.commands.serve, appliance.hub.found_model\n"
         "import appliance.server.api_server; print(*sys.modules)"

@@ -1,4 +1,4 @@
-"""What a server's lasting parts do when they fail in a way that nobody foresaw."""
+"""The server's lasting parts recover from failures that nobody foresaw."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def running(
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
-    """Let a method fail at its first call; returns what became of each."""
+    """Make a method fail at its first call; return the outcome of each call."""
     real = getattr(owner, name)
     calls: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The shipped dashboard and alerts ask for metrics that exist, in words that Prometheus reads."""
+"""The shipped dashboard and alerts use metrics that exist, in words that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_our_own_names_follow_the_rules_for_names(serve: Serve) -> None:
         await running.server.machine.read()
         running.server.machine.latest = Machine(cpu_cores=2, gpus=(GPU,))
         text = running.server.metrics.render().decode()
-    # vLLM's have a colon, and the library adds times of creation; neither is ours to change.
+    # vLLM's names have a colon, and the library adds times of creation; we can change neither.
     lines = [line for line in text.splitlines() if "vllm:" not in line and "_created" not in line]
     result = promtool("check", "metrics", text="\n".join(lines) + "\n")
     assert (result.returncode, result.stdout + result.stderr) == (0, "")

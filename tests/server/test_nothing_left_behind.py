@@ -1,8 +1,9 @@
 """No failure between a request's arrival and its last byte leaves anything of it behind.
 
-Every route of the table is failed at every stage: in each function of the server that it calls or
-goes on with, the first time and the last, by an exception, by cancellation and by a client that
-leaves; and by a socket that breaks at the first message, the last and between.
+Every route of the table is made to fail at every stage. A stage is a function of the server that
+the request calls or resumes, its first call and its last; it fails by an exception, by cancellation
+and by a client that disconnects. The socket, too, breaks at the first message, the last and
+between.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ ROOMS = (
     "server/", "tokenizer/", "dialects/", "text.py",
     "engine/process/client.py",
 )  # fmt: skip
-BEGINNING = bytes((dis.opmap["RESUME"], 0))  # the instruction at a function's beginning
-# Not a stage of the request: its clean-up itself, and what the engine's reports call.
+BEGINNING = bytes((dis.opmap["RESUME"], 0))  # a function's first instruction
+# Not a stage of the request: its cleanup, and what the engine's reports call.
 ELSEWHERE = {"__exit__", "__aexit__", "forget", "data_received"}
 CALLS = [
     call
@@ -51,7 +52,7 @@ CALLS = [
 ]
 CALLS += [replace(call, again=True) for call in CALLS if "stream" in (call.body or {})][:2]
 
-Stage = tuple["CodeType", int]  # a function, and which of its calls
+Stage = tuple["CodeType", int]  # a function, and the number of its call
 
 
 @cache
@@ -64,8 +65,8 @@ class Profile:
     """Counts calls of the server's functions from the first `with` on, and acts at one of them.
 
     Args:
-        act: what to do there.
-        raises: it raises what the function then raises.
+        act: the action.
+        raises: whether the action raises, and so does the function.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Profile:
         self._counts: Counter[CodeType] = Counter()
         self._turns: dict[Stage, int] = {}
         self._turn = 0
-        self._goes_on: set[CodeType] = set()  # calls functions that are stages themselves
+        self._goes_on: set[CodeType] = set()  # functions that call stages
         self._loop: FrameType | None = None
         self.acted = False
         self._at, self._act = at, act
@@ -95,7 +96,7 @@ class Profile:
         self._holds = self._holds or code.co_name == "__enter__"
         if not self._holds or not is_of_request(code) or _is_elsewhere(frame):
             return
-        if self._raises:  # where a coroutine goes on, only what it awaits can raise
+        if self._raises:  # a resumed coroutine raises only what it awaits raises
             counts = code.co_code[frame.f_lasti :].startswith(BEGINNING)
         else:  # what is not awaited takes no turn of the loop
             counts = bool(code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
@@ -116,10 +117,11 @@ class Profile:
                 raise
 
     def stages(self) -> list[Stage]:
-        """The first and the last call of each function, where failing it differs from another.
+        """The first and the last call of each function, where its failure differs from another's.
 
-        A function that handles no exception is left by one of what it calls as it is by its own.
-        What is not raised acts when the task waits next: once for each turn of the loop.
+        A function that handles no exception passes on those of the functions that it calls, so
+        these suffice. An action that does not raise shows when the task next waits: one for each
+        turn of the loop.
         """
         if not self._raises:
             return list({turn: stage for stage, turn in self._turns.items()}.values())
@@ -132,7 +134,7 @@ class Profile:
 
 
 def _loop_under(frame: FrameType) -> FrameType | None:
-    """Return the frame that runs the loop, under the coroutines of a task."""
+    """Return the loop's frame, below a task's coroutines."""
     below: FrameType | None = frame
     while below is not None and below.f_code.co_flags & inspect.CO_COROUTINE:
         below = below.f_back
@@ -140,7 +142,7 @@ def _loop_under(frame: FrameType) -> FrameType | None:
 
 
 def _close_unbegun(arguments: Iterable[object]) -> None:
-    """Spare what was handed to a function that is failed before it runs Python's warning."""
+    """Close the coroutines given to a function that fails before it runs: Python would warn."""
     for one in arguments:
         if inspect.iscoroutine(one) and inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
             one.close()
@@ -157,15 +159,15 @@ def _is_elsewhere(frame: FrameType | None) -> bool:
 
 
 class Door:
-    """A server to ask without sockets, one request at a time, by a key that may have one open."""
+    """A server without sockets, called one request at a time, by a key that may have one open."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
         self._number = 0
-        self._tasks = asyncio.all_tasks()  # of the server and the test
+        self._tasks = asyncio.all_tasks()  # of the server and of the test
 
     async def ask(self, client: Client, profile: Profile | None = None) -> None:
-        """Ask, and see that whatever happens nothing is left."""
+        """Send a request, and check that nothing is left whatever happens."""
         running = self._running
 
         async def run() -> None:

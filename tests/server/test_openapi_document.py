@@ -1,4 +1,4 @@
-"""The document at /openapi.json against the server, by schemathesis: neither says too much."""
+"""schemathesis checks the server against the document at /openapi.json: neither says too much."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
-# scripts/soak has more of each kind.
+# scripts/soak sends more of each kind.
 EXAMPLES = ("--phases", "fuzzing", "--max-examples", "2", "--no-shrink", "--seed", "17")
 
 
-@pytest.mark.model  # it is fetched, too
+@pytest.mark.model  # it is fetched as well
 async def test_the_document_and_the_server_agree(serve: Serve, tmp_path: Path) -> None:
     program = await asyncio.to_thread(python_clients)
     async with serve("num_blocks=2048") as running:

@@ -1,4 +1,4 @@
-"""What holds for every protocol: keys, limits, the queue, ids, the log, clients that go away."""
+"""What holds for every protocol: keys, limits, the queue, ids, the log, disconnecting clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 MESSAGES = [{"role": "user", "content": "hello " * 20}]
-# Path to a body that asks for a streamed answer.
+# By path: a body that asks for a streamed answer.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "stream": True},
     "/v1/responses": {"input": MESSAGES, "stream": True},
@@ -164,7 +164,7 @@ ANY_TYPE: tuple[dict[str, str], ...] = (
 
 
 async def test_ollamas_bodies_need_no_content_type_but_those_of_pages_do(serve: Serve) -> None:
-    """Ollama's documents send JSON with curl -d, and LiteLLM sends no type at all."""
+    """Ollama's documents send JSON with curl -d, and LiteLLM sends no content type at all."""
     async with serve() as running:
         for path in ("/api/chat", "/api/generate", "/api/show", "/api/embed"):
             body = json.dumps({"model": "echo", "messages": MESSAGES, "stream": False}).encode()
@@ -186,7 +186,7 @@ async def test_ollamas_bodies_need_no_content_type_but_those_of_pages_do(serve: 
 
 @EVERY
 async def test_a_seed_of_minus_one_is_random(serve: Serve, path: str) -> None:
-    """Ollama's default options have Seed: -1, and vLLM takes -1 for no seed."""
+    """Ollama's default options have Seed: -1, and vLLM reads -1 as no seed."""
     if path in ("/v1/responses", "/v1/messages"):
         return  # without a seed
     seeds: list[int | None] = []
@@ -243,7 +243,7 @@ TOOL_OF: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", TOOL_OF)
 async def test_tools_as_their_clients_define_them(serve: Serve, path: str) -> None:
-    """Null for an absent keyword (Anthropic's ToolParam), and names as long as the protocol's."""
+    """Null for an absent keyword (Anthropic's ToolParam), and the longest names of a protocol."""
     empty = {"type": "object", "properties": None, "required": None}
     # 64 at OpenAI, 128 at Anthropic, no limit at Ollama.
     longest = 64 if path.startswith(("/v1/chat", "/v1/resp")) else 128
@@ -255,7 +255,7 @@ async def test_tools_as_their_clients_define_them(serve: Serve, path: str) -> No
 
 
 async def test_refusals_of_a_history_are_text(serve: Serve) -> None:
-    """OpenAI's schema has them among an assistant's parts."""
+    """OpenAI's schema allows them among an assistant's parts."""
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     async with serve() as running:
         for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
@@ -282,7 +282,7 @@ HALF = '<tool_call>\n{"name": "f", "arguments": {"text": "\\ud83c"}}\n</tool_cal
 async def test_half_a_character_in_arguments_fails_nothing(
     serve: Serve, tokenizer_with: Callable[[str], Tokenizer], path: str, *, stream: bool
 ) -> None:
-    """JSON allows the escape of a lone surrogate, and UTF-8 has no bytes for it."""
+    """JSON can escape a lone surrogate, for which UTF-8 has no bytes."""
     tool = TOOL_OF[path]("f", {"type": "object"})
     body = {**BODIES[path], "tools": [tool], "stream": stream}
     body["input" if path == "/v1/responses" else "messages"] = [{"role": "user", "content": HALF}]

@@ -1,4 +1,4 @@
-"""What pydantic and zod write as a schema is accepted by every protocol, or refused by name."""
+"""Every protocol accepts the schemas that pydantic and zod write, or refuses them by name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ MODELS = {name: schema_of(*types) for name, types in TYPES.items()}
 ZOD = json.loads(
     Path(__file__).with_name("zod_schemas.json").read_text()
 )  # z.toJSONSchema of 4.6.7
-# zod's expression of a duration looks ahead in its middle.
+# zod's expression for a duration has a lookahead in its middle.
 REFUSED = {"strings, output": "l.pattern", "strings, input": "l.pattern"}
 ACCEPTED = {**MODELS, **{name: schema for name, schema in ZOD.items() if name not in REFUSED}}
 LARGE_SET = schema_of(set[str])

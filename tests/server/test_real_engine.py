@@ -1,4 +1,4 @@
-"""The same server in front of the real engine and the default model."""
+"""The same server with the real engine and the default model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def ask(running: Running) -> str:
 
 
 async def check_scores(running: Running) -> None:
-    """What was said of generated tokens is said of the same tokens as a prompt."""
+    """Check that generated tokens score the same as the same tokens in a prompt."""
     prompt = "The capital of Japan is"
     said = (await running.complete(prompt, temperature=0, max_tokens=5, logprobs=2)).json()
     made = said["choices"][0]
@@ -55,7 +55,7 @@ async def check_beams(running: Running) -> None:
     assert (first["index"], second["index"]) == (0, 1)
     assert "Tokyo" in first["text"]
     for choice in (first, second):
-        # A token that only says that this is the end has no place in the list.
+        # A token that only marks the end is not in the list.
         said = sum(choice["logprobs"]["token_logprobs"])
         assert choice["cumulative_logprob"] <= said + 1e-6
     shown = len(first["logprobs"]["tokens"]) + len(second["logprobs"]["tokens"])

@@ -51,7 +51,7 @@ class Server:
         api = psutil.Process(self.process.pid)
 
         def alone() -> list[psutil.Process]:
-            """For a moment a child has its parent's command line."""
+            """Only the engine, once other children no longer have their parent's command line."""
             found = [child for child in api.children() if str(ECHO) in child.cmdline()]
             return found if len(found) == 1 else []
 
@@ -126,7 +126,7 @@ def test_the_service_manager_is_told(
 
 
 def is_refused(http: httpx.Client) -> bool:
-    """Ask; what comes before the signal is heard is taken, and waits for the engine."""
+    """Whether a request is refused; one before the signal arrives is accepted, and waits."""
     body = {"prompt": "x", "max_tokens": 1}
     try:
         return http.post("/v1/completions", json=body, timeout=1.0).status_code == 503

@@ -1,4 +1,4 @@
-"""Answers are the same whether a step adds one token or, by accepted drafts, several."""
+"""Answers are the same whether a step adds one token or, with accepted drafts, several."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 TEXTS = {"content", "text", "delta", "arguments", "reasoning", "partial_json", "thinking"}
 TEXTS |= {"response", "reasoning_content"}
-# What no two answers share, and how drafts fared.
+# Fields that differ between any two answers, and counts of drafts.
 OWN = {"id", "item_id", "call_id", "created", "created_at", "sequence_number", "signature"}
 OWN |= {"accepted_prediction_tokens", "rejected_prediction_tokens", "completed_at"}
 
@@ -99,7 +99,7 @@ async def answers(running: Running) -> list[Any]:
             told: dict[str, Any] = {}
             for line in answer.text.splitlines():
                 data = line.removeprefix("data: ")
-                if data.startswith("{") and '"message_start"' not in data:  # counts of a moment
+                if data.startswith("{") and '"message_start"' not in data:  # momentary counts
                     collect(json.loads(data), path, told)
             found.append(told)
     return found
@@ -126,7 +126,7 @@ async def test_the_answers_are_the_same(serve: Serve, tokenizer: Tokenizer) -> N
 
 
 async def test_a_stop_string_within_a_run_ends_text_tokens_and_counts(serve: Serve) -> None:
-    """Seven tokens a step, of which six were drafts."""
+    """A step adds seven tokens, of which six were drafts."""
     async with serve("tokens_per_step=7") as running:
         body = {"prompt": "abcdefghijklmnopqrs", "max_tokens": 19, "logprobs": 0, "stop": "jk"}
         answer = (await running.complete(**body)).json()

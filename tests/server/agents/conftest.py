@@ -1,7 +1,7 @@
-"""A server whose engine knows its lines, for clients that want more than a small model can do.
+"""A server whose engine follows a script, for clients that need more than a small model can do.
 
-Real are the server, its protocols, the chat template, the reading of calls, and the client with its
-tools; what the model says is written down in each test.
+The server, its protocols, the chat template, the parsing of calls, and the client with its tools
+are real; each test writes down what the model says.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Play = Callable[[Rules], Any]
 
 
 def call(name: str, **arguments: object) -> str:
-    """A call as a model writes it."""
+    """A tool call in the form in which a model writes it."""
     content = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{content}\n</tool_call>"
 
 
 @pytest.fixture
 def play(serve: Serve, tokenizer_with: Callable[[str], Tokenizer], tmp_path: Path) -> Play:
-    """A server whose engine knows its lines."""
+    """A server whose engine follows a script."""
 
     @asynccontextmanager
     async def start(rules: Rules) -> AsyncIterator[Running]:
@@ -51,7 +51,7 @@ def play(serve: Serve, tokenizer_with: Callable[[str], Tokenizer], tmp_path: Pat
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Where an agent finds no settings but ours."""
+    """A home folder in which an agent finds only our settings."""
     folder = tmp_path / "home"
     folder.mkdir()
     return folder

@@ -1,7 +1,7 @@
 """Coding agents that really edit a file, and instructor's third way of asking.
 
-Real are the server, its protocols, the chat template, the reading of calls, the agent, its tools
-and the file. No model so small could do this, so what the engine says is written down here.
+The server, its protocols, the chat template, the parsing of calls, the agent, its tools and the
+file are real. No model so small could do this, so the test writes down what the engine says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTCOME = "the number is 42"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a file whose number is wrong."""
+    """A folder with a file that contains a wrong number."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "number.txt").write_text("the number is 17\n")
@@ -36,7 +36,7 @@ def project(tmp_path: Path) -> Path:
 
 
 async def run(command: Sequence[str | Path], folder: Path, home: Path, **environment: str) -> str:
-    """What an agent prints; it knows nothing of whoever runs the tests."""
+    """Return an agent's output; it learns nothing of the user who runs the tests."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=folder,
@@ -90,7 +90,7 @@ async def test_opencode_reads_and_edits_a_file(play: Play, project: Path, home: 
             "says": call("edit", filePath=path, oldString="17", newString="42"),
         },
         {"contains": ["Mend the number", '"edit"'], "says": call("read", filePath=path)},
-        {"says": "A number"},  # it also asks for a title
+        {"says": "A number"},  # the agent also asks for a title
     ]
     async with play(rules) as running:
         (step,) = RECIPES["opencode"].steps(Connection(running.url, "echo"))
@@ -111,7 +111,7 @@ async def test_claude_code_edits_a_file(play: Play, project: Path, home: Path) -
             "contains": ["Mend the number", "Bash"],
             "says": call("Bash", command=edit, description="Mends the number"),
         },
-        {"says": "A number"},  # it may ask for a title
+        {"says": "A number"},  # the agent may ask for a title
     ]
     claude = agent("claude")
     async with play(rules) as running:
@@ -209,7 +209,7 @@ async def test_an_agent_edits_a_file_by_its_shell(
     assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
 
 
-@pytest.mark.model  # fetched as such are
+@pytest.mark.model  # folders that were fetched like this
 async def test_instructor_reads_json_that_only_the_prompt_describes(
     play: Play, tmp_path: Path, home: Path
 ) -> None:

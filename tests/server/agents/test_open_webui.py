@@ -1,4 +1,4 @@
-"""Open WebUI in headless Chromium: a question whose answer takes one of its own tools."""
+"""Open WebUI in headless Chromium: a question whose answer needs one of its own tools."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ANSWER = "The tool has told me the time."
 
 
 async def ask(url: str) -> str:
-    """Type the question; what the page shows when it is answered."""
+    """Type the question; return what the page shows once it is answered."""
     async with chromium() as browser:
         page = await browser.new_page()
-        news = page.get_by_text(re.compile("Okay, Let.s Go"))  # lies over the rest at first
+        news = page.get_by_text(re.compile("Okay, Let.s Go"))  # covers the rest at first
         await page.add_locator_handler(news, lambda button: button.click())
         await page.goto(url)
         await page.locator("#chat-input").click(timeout=4 * LIMIT * 1000)
@@ -44,7 +44,7 @@ async def test_a_question_is_answered_with_a_tool(play: Play, home: Path) -> Non
         {"contains": [QUESTION, '"current_timestamp"'], "says": ANSWER},
         {"contains": [QUESTION, "current_iso"], "says": ANSWER},
         {"contains": [QUESTION, TOOL], "says": call(TOOL)},
-        {"says": "A title"},  # and follow-ups and tags, for which it asks as well
+        {"says": "A title"},  # it asks for follow-ups and tags as well
     ]
     port = free_port()
     async with play(rules) as running:
@@ -75,7 +75,7 @@ async def test_a_question_is_answered_with_a_tool(play: Play, home: Path) -> Non
                     except httpx.HTTPError:
                         return False
 
-                for _ in range(5):  # it takes minutes on a busy machine
+                for _ in range(5):  # the start takes minutes on a busy machine
                     try:
                         await until(serves)
                         break

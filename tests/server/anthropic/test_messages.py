@@ -33,7 +33,7 @@ THOUGHT = f"<think>\nHm, 🎈.\n</think>\n\nLet me see.\n{OSLO}"
 
 @pytest.fixture(scope="module", autouse=True)
 def _client_is_imported() -> None:
-    """A second's work, for the one process that comes to this file."""
+    """Import the client once: it takes a second, in the only process that runs this file."""
     global anthropic
     import anthropic
 
@@ -246,7 +246,7 @@ async def test_what_the_template_gets(
 async def test_blocks_of_every_kind_in_a_history(
     serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each block as the client's own types have it, checked by them."""
+    """The client's own types check each block."""
     seen: list[Any] = []
     encode_chat = Tokenizer.encode_chat
 
@@ -461,7 +461,7 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
 
 
 async def test_a_client_of_threads_goes_on_without(serve: Serve, tokenizer: Tokenizer) -> None:
-    """The package's tool runner asks for a thread, and gives it up at this error alone."""
+    """The package's tool runner asks for a thread, and continues without only after this error."""
     asked: list[str] = []
 
     @anthropic.beta_async_tool  # type: ignore[untyped-decorator]
@@ -488,7 +488,7 @@ async def test_a_client_of_threads_goes_on_without(serve: Serve, tokenizer: Toke
 async def test_tools_that_anthropic_defines_and_the_client_runs(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    """The inputs are those of Anthropic's documents, and of memory those of the package's types."""
+    """The inputs are those of Anthropic's documents; memory's are those of the package's types."""
     from anthropic.types.beta import BetaMemoryTool20250818Command
     from jsonschema import Draft202012Validator
     from pydantic import TypeAdapter
@@ -546,7 +546,7 @@ async def test_models_have_the_fields_of_the_protocol(serve: Serve) -> None:
         found = [model, await client.models.retrieve("echo")]
         assert (page.has_more, page.first_id, page.last_id) == (False, "echo", "echo")
     for one in found:
-        strict = type(one).model_validate(one.model_dump())  # the package leaves answers unchecked
+        strict = type(one).model_validate(one.model_dump())  # the package does not check answers
         assert (strict.id, strict.type, strict.display_name) == ("echo", "model", "echo")
         assert strict.max_input_tokens == 512
         assert strict.created_at.tzinfo is not None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Map:
-    """The blocks as a dashboard puts them together."""
+    """The block map as a dashboard assembles it."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -1,4 +1,4 @@
-"""Answers in Markdown, as headless Chromium shows them: hostile ones too, and while they grow."""
+"""Answers in Markdown, as headless Chromium shows them, hostile and growing ones included."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # that of the browser
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # event loop of the browser
 
-# Draw an answer, in pieces if it is so wanted; what became of it.
+# Draw an answer, optionally in pieces; return the result.
 DRAW = """async ([pieces, isOpen]) => {
     const { Answer } = await import("./markdown.js");
     const place = document.createElement("div");
@@ -30,7 +30,7 @@ DRAW = """async ([pieces, isOpen]) => {
     globalThis.answer = answer;
     return place.innerHTML;
 }"""
-# Every element and attribute of what was drawn, and where links lead.
+# Every element and attribute of the result, and the targets of its links.
 FOUND = """() => {
     const all = [...answer.element.querySelectorAll("*")];
     return {
@@ -161,7 +161,7 @@ async def test_no_answer_becomes_a_script_a_picture_or_a_link_that_does_somethin
 
 
 async def test_a_hostile_answer_in_the_chat_itself(serve: Serve, browser: Browser) -> None:
-    """The engine repeats what it is asked."""
+    """The engine repeats the prompt, so that the page shows it as an answer."""
     text = "x\n\n<img src=x onerror=globalThis.hit=1>\n\n[a](javascript:globalThis.hit=1) **b**"
     async with page_of(serve, browser) as (page, complaints):
         await page.get_by_label("Message").fill(text)
@@ -246,7 +246,7 @@ async def test_what_is_drawn_stays_while_the_answer_grows(serve: Serve, browser:
 
 
 async def test_only_the_block_that_grows_is_drawn_again(serve: Serve, browser: Browser) -> None:
-    """A long answer costs no more a token at its end than at its beginning."""
+    """A token costs no more at the end of a long answer than at its beginning."""
     async with page_of(serve, browser) as (page, _):
         await draw(page, *(f"Paragraph **{n}**.\n\n" for n in range(200)), "The last", is_open=True)
         changed = await page.evaluate("""async () => {

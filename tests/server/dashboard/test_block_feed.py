@@ -104,7 +104,7 @@ def test_a_watcher_gets_a_snapshot_then_changes_then_a_snapshot_of_another_engin
     assert isinstance(taken_again, Delta)
     assert [(run.start, run.length) for run in taken_again.runs] == [(8, 1)], "its age is 0 again"
 
-    for owner in range(1, 50):  # a watcher that reads slowly is not told of each
+    for owner in range(1, 50):  # a watcher that reads slowly gets only the last of these
         metadata.write(11, BlockState.WRITING, owner=owner, references=1)
     late = feed.poll(words, INFO)
     assert isinstance(late, Delta)

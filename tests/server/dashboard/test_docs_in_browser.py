@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # that of the browser
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # event loop of the browser
 
 
 async def test_every_topic_is_shown_and_links_lead_from_one_to_the_next(

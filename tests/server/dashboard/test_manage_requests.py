@@ -1,4 +1,4 @@
-"""Requests of a running server seen and ended from outside, each by the keys that may."""
+"""Requests of a running server, seen and ended from outside, each with the keys that allow it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def bearing(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("bare", [True, False])
 async def test_of_several_keys_each_manages_its_own_requests(serve: Serve, bare: bool) -> None:
-    """The one without a name manages all."""
+    """The key without a name manages all requests."""
     server = {"api_keys": KEYS, "show_prompts": True, "api_key": "bare-key" if bare else None}
     async with serve("step_seconds=0.01", server=server) as running:
         headers = bearing(KEYS["anna"])

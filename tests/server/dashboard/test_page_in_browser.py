@@ -1,4 +1,4 @@
-"""The status page as a person meets it, in headless Chromium."""
+"""The status page as a person sees it, in headless Chromium."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")  # that of the browser
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # event loop of the browser
 
 MAP_COLOURS = """() => {
     const canvas = document.getElementById("map");
@@ -44,7 +44,7 @@ async def say(page: Page, text: str) -> None:
 
 
 async def figures(page: Page) -> str:
-    """What is said of an answer at its end."""
+    """The figures that the page shows when an answer ends."""
     found = page.locator("#figures", has_text="context ")
     await found.wait_for()
     return await found.inner_text()
@@ -52,7 +52,7 @@ async def figures(page: Page) -> str:
 
 async def test_a_person_chats_and_watches_without_a_key(serve: Serve, browser: Browser) -> None:
     async with (
-        serve("holds_at=170") as running,  # the second answer goes on until it is stopped
+        serve("holds_at=170") as running,  # the second answer continues until it is stopped
         opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("#state.ready").wait_for()
@@ -250,7 +250,7 @@ async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(
         os.kill(killed, signal.SIGKILL)
         await page.locator(".error", has_text="SIGKILL").wait_for()
         assert await page.locator(".assistant .text").inner_text() != ""
-        # What the page shows may still be from before.
+        # The page may still show the state before the restart.
         await until(lambda: running.engine.pid != killed and not running.state.unavailable)
         await page.get_by_role("button", name="Again").click()
         await page.locator("#again:not([disabled])").wait_for()

@@ -1,4 +1,4 @@
-"""`appliance top --web` as a process, asked by clients and by a browser."""
+"""`appliance top --web` as a process, with clients and a browser."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_a_browser_shows_the_dashboard_and_its_process_ends_with_the_tab(
 
         async def is_full() -> bool:
             await page.screenshot(path=screen)
-            return screen.stat().st_size > 15_000  # an empty terminal packs far better
+            return screen.stat().st_size > 15_000  # an empty terminal compresses far better
 
         await until(is_full, "the dashboard on the terminal")
         others = [text for text in complaints if "401" not in text and "googleapis" not in text]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 
-BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}  # others are not shown the page
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}  # the others get no page
 
 
 async def test_the_page_is_open_to_all_and_everything_else_wants_the_key(serve: Serve) -> None:

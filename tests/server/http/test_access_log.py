@@ -1,4 +1,4 @@
-"""A line for each request, for those who ask for it, and nothing of what was asked."""
+"""The access log: a line for each request if enabled, without anything of its content."""
 
 from __future__ import annotations
 

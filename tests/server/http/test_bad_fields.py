@@ -1,4 +1,4 @@
-"""Every field with every kind of value that it is not: refused by its name, before the engine."""
+"""Every field with every wrong kind of value is refused by its name, before the engine sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a client can get wrong: a 4xx in OpenAI's shape, and the server goes on."""
+"""Every mistake of a client gets a 4xx in OpenAI's shape, and the server continues."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"a": "x" * 17_000}),
     ("chat_template_kwargs", {f"a{n}": 1 for n in range(65)}),
     ("chat_template_kwargs", {"a": nested(70)}),
-    # What is not supported is refused by name, never swallowed.
+    # Unsupported fields are refused by name, never ignored.
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("chat_template", "{{ 1 }}"),
@@ -279,7 +279,7 @@ async def test_choices_and_beams_beyond_a_limit_are_refused_with_the_limit(serve
                 error = check_error(response, 400)
                 assert error["param"] == param, fields
                 assert words in error["message"], fields
-        # 17 full blocks of the prompt are shared, and each of four beams needs one more.
+        # The beams share the prompt's 17 full blocks, and each of the four needs one more.
         error = check_error(await running.complete("x" * 280, n=4, use_beam_search=True), 400)
         assert "4 beams after a prompt of 280 tokens need at least 21" in error["message"]
         assert "there are 20" in error["message"]
@@ -372,7 +372,7 @@ async def test_a_model_without_a_chat_template(serve: Serve) -> None:
 
 
 class Compared(str):
-    """A name of a field that counts how often it is compared with another."""
+    """A field's name that counts its comparisons with others."""
 
     times = 0
 
@@ -384,7 +384,7 @@ class Compared(str):
 
 
 def test_a_key_that_stands_twice_is_found_in_one_pass() -> None:
-    """It took eight minutes for a body of 2 MiB: each name was compared with every other."""
+    """This took eight minutes for a body of 2 MiB: each name was compared with every other."""
     count = 3000
     pairs: list[tuple[str, Any]] = [(Compared(f"k{number}"), 0) for number in range(count)]
     pairs.insert(count - 1, (Compared(f"k{count - 1}"), 0))

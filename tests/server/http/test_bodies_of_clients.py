@@ -1,7 +1,7 @@
-"""Bodies as real clients send them, read from the sources that their comments name.
+"""Bodies as real clients send them, copied from the sources that the comments name.
 
-Those of clients that tests can install are sent by the clients themselves, in `tests/e2e/clients`
-and `tests/server/agents`.
+Clients that tests can install send theirs themselves, in `tests/e2e/clients` and
+`tests/server/agents`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "model": "echo:latest", **STREAM, "tools": [TOOL], "options": {"num_ctx": 8192},
         "messages": [SYSTEM, HI],
     }),
-    # lobehub/lobe-chat: packages/model-runtime, which leaves out whose result a result is
+    # lobehub/lobe-chat: packages/model-runtime, which does not say which call a result belongs to
     "lobechat, ollama": (OLLAMA, {
         "model": "echo:latest", "stream": True, "tools": [TOOL],
         "options": {"frequency_penalty": 0, "presence_penalty": 0, "temperature": 0.5, "top_p": 1},

@@ -43,7 +43,7 @@ class Timer:
 
 
 class Clock:
-    """A loop whose time passes when it is told to."""
+    """A loop whose time advances on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,7 +72,7 @@ class Clock:
 
 @dataclass
 class Wire:
-    """A transport: what was written, and whether it is open."""
+    """A transport that records what was written, and whether it is open."""
 
     written: bytearray = field(default_factory=bytearray)
     unsent: int = 0
@@ -112,7 +112,7 @@ class Wire:
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers without a look at the body."""
+    """Answer without reading the body."""
     headers = [(b"content-length", b"2")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"ok"})
@@ -168,7 +168,7 @@ async def test_bytes_one_by_one_win_no_time() -> None:
 
 
 async def test_after_an_answer_a_head_that_has_begun_must_end() -> None:
-    """One byte ended uvicorn's keep-alive clock, and none took its place."""
+    """A byte used to end uvicorn's keep-alive timeout, and no other timeout replaced it."""
     house = House()
     protocol, wire = house.connect()
     for _ in range(3):
@@ -310,7 +310,7 @@ async def test_connections_that_are_gone_are_not_counted() -> None:
         protocol, wire = house.connect()
         assert not wire.closing
         protocol.connection_lost(None)
-        house.clock.advance(3600)  # no clock of it is left to fire
+        house.clock.advance(3600)  # no timeout of it is left to fire
         wire.closing = False
     assert house.state.connections == set()
 
@@ -335,7 +335,7 @@ async def test_what_is_no_http_is_told_so_in_the_shape_of_all_errors(
     assert wire.closing
     _, _, body = bytes(wire.written).partition(b"\r\n\r\n")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
-    protocol.data_received(sent)  # more may be on its way
+    protocol.data_received(sent)  # more may follow
     assert wire.statuses == [status]
 
 

@@ -1,4 +1,4 @@
-"""A client that goes away frees its blocks at once, whatever the engine is doing for it."""
+"""A client that disconnects frees its blocks at once, whatever the engine is doing for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def connected(running: Running) -> AsyncIterator[asyncio.StreamWriter]:
-    """A connection that is aborted in the end; left open by a failure, uvloop would wait for it."""
+    """A connection that is aborted at the end; uvloop would wait for one left open by a failure."""
     host, _, port = running.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -30,7 +30,7 @@ async def connected(running: Running) -> AsyncIterator[asyncio.StreamWriter]:
 
 @asynccontextmanager
 async def posted(running: Running, **fields: Any) -> AsyncIterator[asyncio.StreamWriter]:
-    """A request whose answer is left unread, and whose client leaves in the end."""
+    """A request whose answer is left unread, and whose client disconnects at the end."""
     body = json.dumps({"max_tokens": 400, **fields}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -104,7 +104,7 @@ async def test_a_client_that_never_reads_is_given_up(
 ) -> None:
     monkeypatch.setattr("appliance.server.http.stream.STALL_SECONDS", 0.3)
     async with serve("num_blocks=20000", max_model_len=20_000) as running:
-        # More than the buffers of both sides hold: 8 choices with 20 alternatives a token.
+        # More than the buffers of both sides hold: 8 choices with 20 alternatives per token.
         much = {"n": 8, "logprobs": 20, "max_tokens": 19_000, "ignore_eos": True}
         async with posted(running, prompt="a", stream=True, **much) as writer:
             writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Fields of other protocols: refused by name with the right one, honoured, or without effect.
+"""Fields of other protocols: refused with the right name, honoured, or without effect.
 
 The names are those of the official clients' methods.
 """
@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "echo", "messages": MESSAGES, "stream": False},
     "/api/generate": {"model": "echo", "prompt": "hi", "stream": False},
 }
-# They ask for nothing that shows in an answer: accounts, caches, storage, hardware.
+# These request nothing that shows in an answer: accounts, caches, storage, hardware.
 HARMLESS = {
     "metadata", "user", "store", "service_tier", "safety_identifier", "moderation", "speed",
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction",
@@ -41,7 +41,7 @@ HARMLESS = {
     "penalize_newline", "mirostat_eta", "mirostat_tau", "text", "prompt",
     # of other kinds of model
     "audio", "modalities", "image", "images", "height", "width", "steps", "web_search_options",
-    # of tools that run at the maker's
+    # of tools that the maker runs
     "container", "mcp_servers", "raw", "template", "context", "typical_p", "tfs_z", "mirostat",
 }  # fmt: skip
 LIMITS = {"max_tokens", "max_output_tokens", "max_completion_tokens"}
@@ -80,7 +80,7 @@ def clients_fields() -> dict[str, set[str]]:
 
 
 def param_of(response: httpx.Response) -> str:
-    """The named field; the other protocols' errors begin with it."""
+    """The field that an error names; the other protocols' errors begin with it."""
     error = response.json()["error"]
     if isinstance(error, dict) and "param" in error:
         return str(error["param"])
@@ -89,7 +89,7 @@ def param_of(response: httpx.Response) -> str:
 
 async def test_no_field_of_another_protocol_is_lost(serve: Serve) -> None:
     fields = clients_fields()
-    # What this server takes beyond the protocol, by its document, and what changes nothing there.
+    # Fields that our document adds to the protocol, and those without effect there.
     more = {
         "/v1/chat/completions": {
             "repeat_last_n",
@@ -164,10 +164,10 @@ async def test_the_right_name_is_told_and_neutral_values_pass(serve: Serve) -> N
             assert response.status_code == 200, (path, response.text)
             limits = dict.fromkeys(("max_tokens", "max_new_tokens", "num_predict"), 3)
             if "max_tokens" in body or path == "/v1/completions":
-                # SillyTavern writes one limit under every name that it knows
+                # SillyTavern sends one limit under every name that it knows
                 response = await running.http.post(path, json={**body, **limits})
                 assert response.status_code == 200, (path, response.text)
-            # goose's provider for Ollama asks the OpenAI route so, by GOOSE_INPUT_LIMIT
+            # goose's provider for Ollama sends this to the OpenAI route, from GOOSE_INPUT_LIMIT
             response = await running.http.post(path, json={**body, "options": machine})
             assert response.status_code == 200, (path, response.text)
 

@@ -1,4 +1,4 @@
-"""A request that comes twice, by Idempotency-Key or X-Request-ID: one answer for both."""
+"""A request that is sent twice, with Idempotency-Key or X-Request-ID, gets one answer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_two_at_once_are_one_and_outlive_the_first_client(serve: Serve) ->
     async with serve("step_seconds=0.005") as running:
         http = running.http
         async with http.stream("POST", COMPLETIONS, json=body, headers=headers) as second:
-            # Whichever is first, each has all of it.
+            # Whichever arrives first, both get the whole answer.
             async with http.stream("POST", COMPLETIONS, json=body, headers=headers) as first:
                 await anext(first.aiter_bytes())
             text = (await second.aread()).decode()

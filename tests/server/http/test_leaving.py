@@ -1,6 +1,6 @@
-"""A client that goes away leaves the queue, its prefill and its answer, on every route.
+"""A client that disconnects leaves the queue, its prefill and its answer, on every route.
 
-The routes are the server's own table, so a new one is tried by itself.
+The routes come from the server's own table, so that a new one is tried automatically.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ALL = [call for call in every_call(create_app(ServerState(ServerConfig()))) if call.body]
 CALLS = [call.asking("hello, " * 20, 300) for call in _ALL]
-# Several answers of one request, too.
+# This includes requests for several answers.
 CALLS += [
     replace(call, body={**(call.body or {}), **several})
     for call, several in product(
@@ -34,7 +34,7 @@ CALLS += [
     )
     if not (call.body or {})["stream"] or "use_beam_search" not in several  # those come whole
 ]
-# Answers that another client could get, too.
+# This includes answers that another client could get.
 CALLS += [replace(call, again=True) for call in CALLS if "stream" in (call.body or {})][:2]
 GENERATES = {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
@@ -44,7 +44,7 @@ READS = {"/v1/embeddings", "/api/embed", "/api/embeddings", "/rerank", "/score"}
 
 
 class Asked:
-    """A request whose client can go away; its answer must then end by itself."""
+    """A request whose client can disconnect; its answer must then end by itself."""
 
     def __init__(self, running: Running, call: Call) -> None:
         headers = {"idempotency-key": str(id(self))} if call.again else {}
@@ -60,10 +60,10 @@ class Asked:
 
 
 async def leave_all(running: Running, is_there: Callable[[], bool], calls: list[Call]) -> set[str]:
-    """Ask and leave when something holds, with one request after the other.
+    """Send one request after another, and disconnect each once a condition holds.
 
     Returns:
-        Paths of those for which it came to hold; the others were answered before.
+        Paths of the requests that met the condition; the others were answered before.
     """
     engine, found = running.engine, set()
     before = engine.num_running, engine.num_waiting
@@ -91,7 +91,7 @@ async def test_in_the_queue(serve: Serve) -> None:
     async with serve("holds_at=8", max_num_seqs=1) as running:
         engine = running.engine
         first = Asked(running, Call("POST", "/v1/completions", {"prompt": "a", "max_tokens": 99}))
-        await until(lambda: engine.stats.generation_tokens_total == 7)  # all that it may
+        await until(lambda: engine.stats.generation_tokens_total == 7)  # as much as it may
         assert await leave_all(running, lambda: engine.num_waiting > 0, CALLS) == GENERATES | READS
         assert engine.stats.generation_tokens_total == 7
         await first.leave()

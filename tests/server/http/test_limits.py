@@ -1,4 +1,4 @@
-"""What each key may have, by a clock of its own and over HTTP; keys that come and go."""
+"""The limits of each key, with a clock of its own and over HTTP; keys that come and go."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_over_any_time_a_key_gets_no_more_than_its_share(steps: list[tuple[float
 def write_keys(path: Path, *lines: str) -> None:
     path.write_text("\n".join(lines))
     path.chmod(0o600)
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # however coarse the file system's clock
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # changes the time on any file system
 
 
 def test_a_key_file_is_read_again_when_it_changes(

@@ -1,4 +1,4 @@
-"""What goes over the wire, byte by byte."""
+"""The bytes on the wire."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""No body holds up the event loop, on which everybody's answers and `/health` depend.
+"""No body blocks the event loop, on which all answers and `/health` depend.
 
-What counts is the processor time of the loop's thread between two of its rounds, which other work
-of the machine does not change. Requests, of up to a megabyte, are refused or answered.
+The measure is the processor time of the loop's thread between two of its rounds, which other work
+on the machine does not change. Requests, of up to a megabyte, are refused or answered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
-MOST = 0.4  # seconds; 0.04 was the most measured, and a schema with 64 alternatives took 5
+MOST = 0.4  # seconds; 0.04 was the most measured, and a schema with 64 alternatives once took 5
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
 def bomb() -> dict[str, Any]:
-    """A schema whose alternatives take long to compare."""
+    """A schema whose alternatives are slow to compare."""
     names = [f"{number:x}" for number in range(1000)]
     defs = {
         str(i): {
@@ -44,7 +44,7 @@ def bomb() -> dict[str, Any]:
 
 
 def small_bomb() -> dict[str, Any]:
-    """The same within the limit of a schema's length."""
+    """The same within the limit on a schema's length."""
     schema = bomb()
     for part in schema["$defs"].values():
         del part["required"][100:]
@@ -125,7 +125,7 @@ async def test_no_body_holds_up_the_loop(serve: Serve, tokenizer: Tokenizer) -> 
     raw = {name: (path, json.dumps(body).encode()) for name, (path, body) in BODIES.items()}
     slow, wrong = {}, {}
     async with serve(tokenizer=tokenizer, max_model_len=4096) as running:
-        await running.chat("hi", max_tokens=2)  # imports
+        await running.chat("hi", max_tokens=2)  # loads what the first request imports
         for name, (path, content) in raw.items():
             watch = Watch()
             watching = asyncio.create_task(watch.run())
@@ -158,6 +158,6 @@ for thread in threads:
 
 
 def test_the_first_long_bodies_may_come_together() -> None:
-    """In a process of its own, for what a crash would take with it."""
+    """Runs in a process of its own, which alone a crash would end."""
     ended = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""A reverse proxy in front: whom it asks for, and under which path."""
+"""A reverse proxy in front: the client that it forwards for, and the path that it adds."""
 
 from __future__ import annotations
 

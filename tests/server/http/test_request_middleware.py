@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 async def raw(running: Running, request: bytes) -> bytes:
-    """Send bytes as they are; returns the status line."""
+    """Send raw bytes; return the status line."""
     _, _, address = running.url.partition("//")
     host, _, port = address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -296,7 +296,7 @@ async def test_an_app_of_an_allowed_origin_may_call_and_read(serve: Serve) -> No
 
 
 async def test_images_of_foreign_pages_take_no_watchers(serve: Serve) -> None:
-    """A no-cors GET has no Origin; sixteen of them were all the watchers that there are."""
+    """A no-cors GET has no Origin; sixteen of them used to occupy all watchers."""
     async with serve() as running:
         for site in ("cross-site", "same-site", "nonsense"):
             image = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}

@@ -1,4 +1,4 @@
-"""Dashboards behind slow links and several at once: each is told what is, never what was."""
+"""Several dashboards, some behind slow links: each shows the present state, never a past one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGES = 200
 
 
 class Dashboard:
-    """Reads a feed by itself, so that it can also leave it unread."""
+    """A feed that is read only on request, so that it can also stay unread."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
@@ -36,7 +36,7 @@ class Dashboard:
         self.cells: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
 
     async def read(self) -> Event | None:
-        """Take in the next event."""
+        """Process the next event."""
         name = b""
         while True:
             line = await self._reader.readline()
@@ -56,13 +56,13 @@ class Dashboard:
         return event
 
     async def read_a_piece(self) -> None:
-        """The first bytes of a snapshot."""
+        """Read the first bytes of a snapshot."""
         while not (await self._reader.readline()).startswith(b"event: snapshot"):
             pass
         assert len(await self._reader.readexactly(100)) == 100
 
     async def read_until(self, cells: NDArray[np.uint32]) -> None:
-        """Until the map is this one."""
+        """Read until the map is this one."""
         async with asyncio.timeout(LIMIT):
             while not np.array_equal(self.cells, cells):
                 await self.read()
@@ -70,7 +70,7 @@ class Dashboard:
 
 @asynccontextmanager
 async def dashboard(running: Running) -> AsyncIterator[Dashboard]:
-    """One whose own buffers are as small as they can be."""
+    """A dashboard whose own buffers are as small as possible."""
     host, _, port = running.url.removeprefix("http://").partition(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -97,11 +97,11 @@ class Churn:
 
     @property
     def truth(self) -> NDArray[np.uint32]:
-        """What a dashboard should show."""
+        """The map that a dashboard should show."""
         return cells_of(self._words)
 
     def change(self) -> None:
-        """Every block becomes another."""
+        """Change every block."""
         self._words[:] = self._random.integers(1, 2**64, NUM_BLOCKS, dtype=np.uint64)
 
 
@@ -121,11 +121,11 @@ async def test_a_dashboard_that_does_not_keep_up_gets_what_is_and_never_a_queue(
         before = slow.bytes_read
         for _ in range(CHANGES):
             churn.change()
-            await quick.read_until(churn.truth)  # a slow one holds up no other
+            await quick.read_until(churn.truth)  # a slow one does not delay the others
         await other.read_until(churn.truth)
         await slow.read_until(churn.truth)
         snapshot = quick.bytes_read / (CHANGES + 1)
-        # What buffers on the way hold is some hundred thousand bytes, and not three million.
+        # Buffers on the way hold some hundred thousand bytes, not three million.
         assert (slow.bytes_read - before) / snapshot < 20
 
 

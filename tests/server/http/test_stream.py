@@ -1,4 +1,4 @@
-"""A stream by itself: what is sent when, in front of a client that reads as the test wants."""
+"""A stream alone: what it sends when, to a client that reads as the test wants."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Takes what is sent; `reading` can be cleared so that it takes nothing."""
+    """Receives messages; while `reading` is cleared it receives nothing."""
 
     def __init__(self, *, chunks: bool = False) -> None:
         self.reading = asyncio.Event()
         self.reading.set()
         self.gone = asyncio.Event()
-        self.offered = asyncio.Event()  # something, while it did not read
+        self.offered = asyncio.Event()  # set when something was sent while it did not read
         self.sent: list[bytes] = []
-        self.past: list[bytes] = []  # of these, written past the middlewares
+        self.past: list[bytes] = []  # the part of `sent` that was written past the middlewares
         self.closed = 0
         extensions = {CHUNKS: self._chunk} if chunks else {}
         self._scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/x"}
@@ -70,7 +70,7 @@ class Client:
 
 
 async def frames_of(*steps: bytes | Callable[[], Any]) -> AsyncGenerator[bytes, None]:
-    """Frames, and between them what is to be done or waited for."""
+    """Yield frames; call what lies between them, and await the result."""
     for step in steps:
         if isinstance(step, bytes):
             yield step
@@ -136,7 +136,7 @@ async def test_a_frame_waits_for_a_comment_that_waits_for_the_client(
 async def test_a_client_that_stops_reading_is_given_up(
     chunks: bool, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a frame, or of a comment."""
+    """The client stops in the middle of a frame, or of a comment."""
     monkeypatch.setattr("appliance.server.http.stream.STALL_SECONDS", 0.05)
     monkeypatch.setattr("appliance.server.http.stream.KEEP_ALIVE_SECONDS", 0.02)
     client = Client(chunks=chunks)
@@ -166,7 +166,7 @@ async def test_an_error_has_a_status_before_the_first_frame_and_a_frame_after_it
 async def test_what_is_compressed_can_be_read_frame_by_frame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Comments and errors too, which do not come with the frames."""
+    """This includes comments and errors, which do not come with the frames."""
     monkeypatch.setattr("appliance.server.http.stream.KEEP_ALIVE_SECONDS", 0.02)
 
     def fail() -> None:

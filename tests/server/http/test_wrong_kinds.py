@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
-# As JSON text: some of it no encoder writes.
+# JSON texts; no encoder writes some of them.
 KINDS = (
     "null", "true", "0", "-1", "1.5", "1e400", "1e-400", "NaN", "-Infinity", "9" * 25, "9" * 5000,
     '""', '"x"', '"\\u0000"', '"\\ud800"', '"\\udc00x"', "[]", "[null]", "[[]]", "[1e400]",
@@ -21,7 +21,7 @@ KINDS = (
     '{"a":' * 90 + "1" + "}" * 90,
 )  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]
-# What a body needs beside the field that is tried.
+# The fields that a body needs besides the one under test.
 NEEDED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": 1},
     "/v1/completions": {"prompt": "hi", "max_tokens": 1},
@@ -39,7 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/api/show": {},
 }
-SENDS_ON = {"/admin/v1/events"}  # a stream without end
+SENDS_ON = {"/admin/v1/events"}  # an endless stream
 
 
 def resolved(document: Any, schema: Any) -> Any:
@@ -52,7 +52,7 @@ def resolved(document: Any, schema: Any) -> Any:
 
 
 def fields(document: Any, schema: Any, depth: int = 2) -> Iterator[tuple[str, ...]]:
-    """Paths of the fields of a body, and of those one deeper."""
+    """Paths of the fields of a body, and of those one level deeper."""
     schema = resolved(document, schema)
     for option in schema.get("anyOf", []):
         yield from fields(document, option, depth)
@@ -82,7 +82,7 @@ async def test_no_kind_of_value_is_the_servers_fault(serve: Serve) -> None:
             schema = content["application/json"]["schema"]
             body = NEEDED.get(path, {})
             for number, field in enumerate(dict.fromkeys(fields(document, schema))):
-                # Each field has its share of them; the next field has the next.
+                # Each field gets a share of the kinds, and the next field gets the next share.
                 share = 6 if len(field) == 1 else 15
                 for kind in KINDS[number % share :: share]:
                     text = with_field(body, field, kind)

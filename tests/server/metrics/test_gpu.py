@@ -14,12 +14,12 @@ from appliance.server.metrics.gpu import REASONS, EnergyMeter, GpuProbe
 
 
 class UnknownHereError(Exception):
-    """Like the library's, for what a GPU or its driver cannot tell."""
+    """Like the library's error, for what a GPU or its driver cannot report."""
 
 
 @dataclass
 class Library:
-    """NVIDIA's management library as two GPUs would have it, the second one old and silent."""
+    """NVIDIA's management library for two GPUs, of which the second is old and reports little."""
 
     energy: int = 5_000_000  # millijoules
     calls: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Library:
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
         self._only_new(handle)
-        return 0x01 | 0x04 | 0x40  # idle is no news
+        return 0x01 | 0x04 | 0x40  # idle is not reported
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
         raise UnknownHereError
@@ -124,11 +124,11 @@ HANDLES = (0x1000, 0x2000)
 
 
 class Driver:
-    """libnvidia-ml as the real Python library calls it, with some functions and some answers.
+    """libnvidia-ml as the real Python library calls it, with a subset of its functions.
 
     Args:
-        answers: by function, what it writes to where its last argument points; an int that is
-            wrapped in `Failure` is what it returns instead.
+        answers: by function, what it writes to its last argument's target, or a `Failure` with the
+            code that it returns.
     """
 
     def __init__(self, **answers: Any) -> None:
@@ -148,7 +148,7 @@ class Driver:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._answers:
-            raise AttributeError(name)  # a driver that is older than the function
+            raise AttributeError(name)  # this driver is older than the function
         answer = self._answers[name]
 
         def function(*arguments: Any) -> int:
@@ -166,7 +166,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a function of the driver returns when it cannot do what it is asked."""
+    """The code that a function of the driver returns when it fails."""
 
     code: int
 

@@ -23,7 +23,7 @@ def test_it_says_what_the_librarys_own_says(values: list[float]) -> None:
         one.observe(value)
         other.observe(value)
     expected = generate_latest(theirs).decode().splitlines()
-    # When a histogram was made is of no use to anybody.
+    # The time at which a histogram was created is useless.
     expected = [line for line in expected if "_created" not in line]
     assert generate_latest(ours).decode().splitlines() == expected
 

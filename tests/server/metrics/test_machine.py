@@ -16,7 +16,7 @@ from appliance.server.metrics.machine import MachineProbe
 
 
 class SlowProbe(GpuProbe):
-    """A driver that answers when it is let."""
+    """A driver that answers only when allowed to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes that each have a part of a model, as health, metrics and the feed show them."""
+"""Processes that each have a part of a model, in /health, /metrics and the feed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that ranks of torch divide, behind the server."""
+"""A model that is divided among torch ranks, behind the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANKS: dict[str, Any] = {
 
 
 async def check_that_it_sleeps(rank: psutil.Process) -> None:
-    """It waits for rank 0's next order without looking for it again and again."""
+    """Check that it waits for rank 0's next order without polling."""
     begin, before = rank.num_ctx_switches(), sum(rank.cpu_times()[:2])
     await asyncio.sleep(1.0)
     assert rank.num_ctx_switches().voluntary - begin.voluntary <= 40
@@ -46,7 +46,7 @@ async def check_that_it_sleeps(rank: psutil.Process) -> None:
 async def test_a_rank_sleeps_while_idle_and_takes_the_engine_down_when_it_dies(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """One start for both, for it imports torch twice; groups that come back are in tests/e2e."""
+    """One start serves both, as it imports torch twice; groups that recover are in tests/e2e."""
     write_sure_model("llama", tmp_path, **THREE_GROUPS | SIZES)
     async with serve(str(tmp_path), **RANKS) as running:
         engine = running.engine

@@ -1,4 +1,4 @@
-"""Adapters as models of the API: names, lists, loading and unloading, and who may."""
+"""Adapters as models of the API: names, lists, loading and unloading, and who may do that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def asked(server: Any) -> list[AdapterRef | None]:
-    """The adapters of the requests that the engine gets from now on."""
+    """The adapters of the requests that reach the engine from now on."""
     found: list[AdapterRef | None] = []
     engine = server.engine
     generate: Callable[[Any], Any] = engine.generate

@@ -1,4 +1,4 @@
-"""A model for this process alone, in front of the engine that repeats its prompt."""
+"""A model for this process alone, served by the engine that repeats its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue's bounds, and what those are told whom there is no room for."""
+"""The queue's limits, and the answers to requests that exceed them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Waiting:
     num_running_sequences = 2
 
     def __init__(self, **tokens: list[int]) -> None:
-        self.tokens = tokens  # of each one's prompt, by owner
+        self.tokens = tokens  # of each request's prompt, by owner
         self.replicas = (self,)
 
     @property

@@ -1,4 +1,4 @@
-"""A model with several engine processes: one endpoint, on which no dead process is missed."""
+"""A model with several engine processes: one endpoint, whose clients notice no dead process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_replica_that_dies_under_load_loses_no_request(
     serve: Serve, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    knobs = f"holds_at=3 until={gate}"  # so that nothing is said before one has died
+    knobs = f"holds_at=3 until={gate}"  # so that nothing is answered before one has died
     async with serve(knobs, max_num_seqs=2, **TWO) as running:
         asked = [
             asyncio.create_task(running.complete(f"{n}bcdef", max_tokens=6)) for n in range(12)
@@ -151,7 +151,7 @@ async def test_an_adapter_is_loaded_by_all_and_a_broken_one_refused(
 
 
 async def test_limits_of_a_key_hold_over_all_replicas(serve: Serve) -> None:
-    """Requests that nothing ties to one replica go to both, and count for their key together."""
+    """Requests that nothing ties to one replica go to both, and count together for their key."""
     key = "a-key-of-anna"
     limited = {"api_keys": {"anna": f"{key} requests=4"}}
     async with serve(server=limited, headers={"authorization": f"Bearer {key}"}, **TWO) as running:

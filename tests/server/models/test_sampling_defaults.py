@@ -1,4 +1,4 @@
-"""The model's recommended sampling, where a request says nothing of its own."""
+"""The model's recommended sampling, which applies where a request says nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANDOM = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 async def sampling_of(running: Running, path: str, **fields: Any) -> dict[str, float]:
-    """How the engine is told to sample a request with these fields."""
+    """The engine's sampling parameters for a request with these fields."""
     question: dict[str, Any] = {"prompt": "a" * 32}
     if "chat" in path:
         question = {"messages": [{"role": "user", "content": "a" * 32}]}

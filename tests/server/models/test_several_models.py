@@ -1,4 +1,4 @@
-"""A server of several models: names, loading on demand, and what is told about each."""
+"""A server of several models: names, loading on demand, and the information about each."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_the_client_of_a_stream_is_kept_while_its_model_loads(
         async with running.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, path
             chunks = response.aiter_bytes()
-            await anext(chunks)  # which no model has said
+            await anext(chunks)  # no model has sent it
             waiting.discard(path)
             text = b"".join([chunk async for chunk in chunks]).decode()
         assert "late" in text, path
@@ -161,7 +161,7 @@ async def test_an_unknown_name_is_told_all_that_are_served(serve: Serve) -> None
 
 
 async def test_a_name_of_ollama_s_list_is_known_on_every_route(serve: Serve) -> None:
-    """VS Code's Copilot and goose list the models below /api and then ask OpenAI's route."""
+    """VS Code's Copilot and goose list the models below /api and then use OpenAI's route."""
     aliases = {"gpt-x": "b"}
     async with serve(others={"b": ""}, aliases=aliases, max_model_len=2048) as running:
         async with ollama.AsyncClient(running.url) as client:

@@ -1,4 +1,4 @@
-"""A server whose engine sleeps: what wakes it, what does not, and what is said meanwhile."""
+"""A server whose engine sleeps: what wakes it, what does not, and what it reports meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on texts is shared between clients, whoever has most of it."""
+"""Clients share the threads that process texts, whoever has most of the work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def threads() -> AsyncIterator[TextThreads]:
 
 
 class Gate:
-    """Work that waits until it may end, and how often it began."""
+    """Work that waits until it may end, and records its starts."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -60,7 +60,7 @@ async def test_clients_take_turns(threads: TextThreads) -> None:
     await until(lambda: len(gate.begun) == 2)
     gate.open.set()
     await asyncio.gather(*tasks)
-    # Whoever has twenty is served as often as others while those have any.
+    # The client with twenty is served as often as the others while those have work.
     assert set(gate.begun[2:5]) == {"ann", "bob", "eve"}
     assert gate.begun.index("eve") < 6
     assert sorted(gate.begun) == sorted(names)

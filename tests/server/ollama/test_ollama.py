@@ -1,4 +1,4 @@
-"""The `ollama` package as the client, in front of an engine that repeats the first message."""
+"""The `ollama` package as the client, with an engine that repeats the first message."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ async def test_what_is_said_of_the_model(serve: Serve) -> None:
         shown = await client.show("echo:latest")
         assert shown.capabilities == ["completion", "tools"]
         assert shown.modelinfo is not None
-        # VS Code's Copilot lists a model by this name and this context.
+        # VS Code's Copilot shows a model with this name and this context.
         assert shown.modelinfo["general.basename"] == "echo"
         assert shown.modelinfo["general.architecture"] == "echo"
         assert shown.modelinfo["echo.context_length"] == 512
@@ -401,7 +401,7 @@ async def test_one_of_several_keys_unloads_nothing(serve: Serve) -> None:
 
 
 async def test_log_probabilities_whole_and_streamed(serve: Serve, tokenizer: Tokenizer) -> None:
-    """As Ollama's api/types.go has them, read by its own client, and the same as OpenAI's."""
+    """The form is that of Ollama's api/types.go, read by its client; the values are OpenAI's."""
     async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
         asked: Any = {
             "model": "echo",
@@ -445,7 +445,7 @@ async def test_a_served_model_is_pulled_and_nothing_else_is_managed(serve: Serve
 
 
 async def test_a_choice_among_the_tools(serve: Serve, tokenizer: Tokenizer) -> None:
-    """Of OpenAI's words, which ollama-ai-provider-v2 sends."""
+    """The words are OpenAI's, which ollama-ai-provider-v2 sends."""
     grammars: list[Any] = []
     named = {"type": "function", "function": {"name": "weather"}}
     async with serve(tokenizer=tokenizer, max_model_len=1024) as running:

@@ -131,7 +131,7 @@ async def test_one_choice_stops_and_the_other_goes_on(serve: Serve) -> None:
         body = {"n": 3, "max_tokens": 200, "ignore_eos": True, "stop": "user\nabc"}
         answer = (await running.chat("abc", **body)).json()
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 3
-        # Choice 2 begins with "ser", so that it meets the whole string in its second round only.
+        # Choice 2 begins with "ser", so that it reaches the whole string only in its second round.
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         assert texts == ["", "", "ser\nabc\nassistant\n"]
         await until(running.idle)
@@ -142,7 +142,7 @@ async def test_logprobs_have_text_bytes_and_alternatives(serve: Serve) -> None:
     async with serve() as running:
         answer = (await running.chat("é", logprobs=True, top_logprobs=2)).json()
         content = answer["choices"][0]["logprobs"]["content"]
-        # The control token at the end is no part of the answer.
+        # The control token at the end is not part of the answer.
         assert [entry["token"] for entry in content[-2:]] == ["\ufffd", "\ufffd"]
         assert [entry["bytes"] for entry in content[-2:]] == [[0xC3], [0xA9]]
         u = content[1]

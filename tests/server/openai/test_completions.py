@@ -164,7 +164,7 @@ async def test_the_best_of_several_come_first_and_all_are_counted(serve: Serve) 
     async with serve() as running:
         asked = {"max_tokens": 4, "n": 2, "best_of": 5}
         answer = (await running.complete(["abcdef", "uvwxyz"], **asked)).json()
-        # The engine of these tests begins choice i at the i-th letter, and likes the later ones.
+        # The echo begins choice i at the i-th letter, and gives later choices higher probabilities.
         texts = [choice["text"] for choice in answer["choices"]]
         assert texts == ["efab", "defa", "yzuv", "xyzu"]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]

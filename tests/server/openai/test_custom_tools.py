@@ -1,6 +1,6 @@
-"""Chat completions' tools that are not of today's commonest form: custom ones, and `functions`.
+"""Less common forms of tools in chat completions: custom tools, and `functions`.
 
-Bodies are checked by the types of the `openai` package, and answers read by its client.
+The `openai` package's types check the bodies, and its client reads the answers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def tokenizer(tokenizer_with: Callable[[str], Tokenizer]) -> Tokenizer:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Turns and tools that reach the template."""
+    """The turns and tools that reach the template."""
     found: list[Any] = []
     encode_chat = Tokenizer.encode_chat
 
@@ -76,7 +76,7 @@ async def whole_of(running: Running, body: Any) -> ChatCompletion:
 
 
 async def streamed(running: Running, body: Any) -> list[Any]:
-    """The deltas of the first choice, and at last its reason.
+    """The deltas of the first choice, and its finish reason at the end.
 
     The package's type of a chunk has no custom calls; openai/openai-openapi#576 shows their form.
     """
@@ -91,7 +91,7 @@ async def streamed(running: Running, body: Any) -> list[Any]:
 
 
 async def test_custom_calls_whole_and_streamed(serve: Serve, tokenizer: Tokenizer) -> None:
-    """Between calls of a function, whose pieces arrive as they are made."""
+    """They come between calls of a function, whose pieces arrive as they are generated."""
     oslo, rome = call("weather", city="Oslo"), call("weather", city="Rome")
     text = "\n".join(["Hm.", oslo, call("apply_patch", input=PATCH), call("say", input="hi"), rome])
     counts = {"include_usage": True, "continuous_usage_stats": True}

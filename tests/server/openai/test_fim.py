@@ -1,4 +1,4 @@
-"""A prompt with a suffix: the model's own tokens for filling in, or a refusal that says why."""
+"""A prompt with a suffix: the model's own tokens for infilling, or a refusal with the reason."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_model_that_was_not_trained_to_says_so(serve: Serve) -> None:
 async def test_ollama_continues_and_fills_in_without_a_chat_template(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """As /v1/completions does; of `raw` its document says that nothing formats the prompt."""
+    """/v1/completions does so too; Ollama's document says that `raw` applies no format."""
     save_byte_tokenizer(tmp_path, special=STARCODER)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     tokenizer = Tokenizer.from_path(tmp_path)

@@ -1,4 +1,4 @@
-"""The `openai` package as the client, as most programs would be."""
+"""The `openai` package as the client, as most programs use it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_errors_have_their_classes(serve: Serve) -> None:
 
 
 async def test_a_wrong_base_url_is_told_from_the_right_one(serve: Serve) -> None:
-    """The mistakes are those that issues of clients tell of: a part too little or too much."""
+    """The mistakes are those of clients' issues: a path segment too few or too many."""
     async with serve() as running:
         for end in ("", "/v1/chat/completions", "/api/v1", "/v1/v1", "//v1", "/openai/deployments"):
             client = running.openai.with_options(base_url=f"{running.url}{end}")

@@ -1,4 +1,4 @@
-"""Thoughts over HTTP, in front of an engine that repeats the first message."""
+"""Thoughts over HTTP, with an engine that repeats the first message."""
 
 # ruff: noqa: E501 - texts as models and templates have them
 
@@ -77,7 +77,7 @@ async def test_options_reach_the_template(serve: Serve, tokenizer: Tokenizer) ->
 
         plain = (await message())[2]
         assert await message() == (text, None, plain)
-        # A template that opens the thought itself.
+        # Here the template opens the thought itself.
         opened = await message(chat_template_kwargs={"open": True})
         assert opened == ("b", "a", plain + len("<think>\n"))
         closed = plain + len("<think>\n\n</think>\n\n")
@@ -175,7 +175,7 @@ async def test_a_budget_ends_a_thought(
         async with serve(tokenizer=tokenizer_with(TEMPLATE, *special)) as running:
             opened = {"chat_template_kwargs": {"open": True}}
             text = "abcdefghijklmnopqrstuvwxyz"
-            resumes = 6 if special else 13  # where the engine is after the mark
+            resumes = 6 if special else 13  # the engine's place after the end mark
             for fields, message, thought, rest in (
                 ({"thinking_token_budget": 5, **opened}, text, "abcde", text[resumes:]),
                 ({"thinking_token_budget": 0, **opened}, text, None, text[resumes - 5 :]),
@@ -183,7 +183,7 @@ async def test_a_budget_ends_a_thought(
                 ({"thinking_token_budget": 3}, text, None, text),
             ):
                 if special and "</think>" in message:
-                    continue  # which stays text in a message
+                    continue  # it stays text in a message
                 answer = (await running.http.post(CHAT, json=ask(message, **fields))).json()
                 found = answer["choices"][0]["message"]
                 assert (found.get("reasoning"), found["content"]) == (thought, rest)

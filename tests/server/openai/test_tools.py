@@ -1,4 +1,4 @@
-"""Tools over HTTP, in front of an engine that repeats the first message."""
+"""Tools over HTTP, with an engine that repeats the first message."""
 
 # ruff: noqa: E501 - texts as models and templates have them
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 CHAT = "/v1/chat/completions"
-# What is to be repeated comes first, up to a token that ends an answer; "@" becomes a control token.
+# The text to repeat comes first, up to a token that ends an answer; "@" becomes a control token.
 TEMPLATE = (
     "{% for m in messages %}{{ m.content | replace('@', '<spare259>') }}{% for c in m.tool_calls or [] %}"
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
@@ -102,7 +102,7 @@ async def test_calls_of_a_stream(serve: Serve, tokenizer: Tokenizer) -> None:
 
 
 async def test_a_call_ends_alike_whoever_chose_it(serve: Serve, tokenizer: Tokenizer) -> None:
-    """OpenAI says stop for a tool that was named; clients look for calls by the reason."""
+    """OpenAI says `stop` after a call of a named tool; clients look for calls by the reason."""
     named = {"type": "function", "function": {"name": "weather"}}
     async with serve(tokenizer=tokenizer) as running:
         for choice in ("auto", "required", named):
@@ -244,7 +244,7 @@ async def test_what_cannot_be_obeyed_is_refused(serve: Serve, tokenizer: Tokeniz
 async def test_a_format_does_not_concern_an_answer_that_must_call(
     serve: Serve, tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
-    """OpenAI's agents and instructor send both: the format of the end, and now a call."""
+    """OpenAI's agents and instructor send both: a format for the final answer, and now a call."""
     seen: list[Any] = []
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     async with serve(tokenizer=tokenizer) as running:

@@ -1,4 +1,4 @@
-"""What tests of `/v1/responses` share."""
+"""Fixtures for the tests of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokenizer(tokenizer_with: Callable[[str], Tokenizer]) -> Tokenizer:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Turns, tools and options that reach the template."""
+    """The turns, tools and options that reach the template."""
     found: list[Any] = []
     encode_chat = Tokenizer.encode_chat
 

@@ -116,7 +116,7 @@ async def test_a_cut_call_is_incomplete(serve: Serve, tokenizer: Tokenizer) -> N
 async def test_the_history_of_such_calls(
     serve: Serve, tokenizer: Tokenizer, seen: list[Any]
 ) -> None:
-    """What Codex sends back, without ids and statuses, and what OpenAI's clients do."""
+    """Codex sends calls back without ids and statuses, OpenAI's clients with them."""
     action: dict[str, Any] = {"type": "exec", "command": ["ls"], "timeout_ms": None, "env": {}}
     operation = {"type": "delete_file", "path": "a.py"}
     history: Any = [
@@ -188,7 +188,7 @@ async def test_a_regex_holds_and_a_wrong_format_is_refused(
 async def test_a_grammar_holds_where_it_constrains_no_other_tool(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    """A coding agent's other tools have schemas that nobody meant to be enforced."""
+    """A coding agent's other tools have schemas that are not meant to be enforced."""
     schema = {"type": "object", "properties": {"a": {"not": {"type": "array", "contains": {}}}}}
     other = {"type": "function", "name": "other", "parameters": schema}
     named = {"type": "custom", "name": "apply_patch"}

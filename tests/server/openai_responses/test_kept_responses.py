@@ -1,4 +1,4 @@
-"""Responses that are kept: conversations that go on, their items, and who may read them."""
+"""Stored responses: conversations that continue, their items, and who may read them."""
 
 from __future__ import annotations
 

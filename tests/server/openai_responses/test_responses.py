@@ -1,4 +1,4 @@
-"""Responses by the `openai` package, in front of an engine that repeats the first message."""
+"""Responses with the `openai` package, and an engine that repeats the first message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def runs_of(events: list[dict[str, Any]]) -> list[str]:
-    """The kinds of events, of which neighbours of a kind count once."""
+    """The kinds of events; consecutive events of a kind count once."""
     kinds = [event["type"].removeprefix("response.") for event in events]
     return [kind for n, kind in enumerate(kinds) if n == 0 or kinds[n - 1] != kind]
 
@@ -95,7 +95,7 @@ async def test_the_order_of_events(serve: Serve, tokenizer: Tokenizer) -> None:
 
 
 async def test_tokens_of_messages_are_reported(serve: Serve, tokenizer: Tokenizer) -> None:
-    """With every delta, with the whole text, and nowhere in thoughts and calls."""
+    """They come with each delta and with the whole text, and nowhere in thoughts and calls."""
     include: Any = ["message.output_text.logprobs"]
     async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
         asked: dict[str, Any] = {"input": THOUGHT, "tools": [WEATHER], "include": include}

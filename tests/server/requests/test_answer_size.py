@@ -1,4 +1,4 @@
-"""Answers in one piece: how large they may be, and where they are put together."""
+"""Answers in one piece: how large they may be, and which thread assembles them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_large_answer_is_put_together_beside_the_event_loop(
 
 
 class Endless:
-    """A generation that always has more."""
+    """A generation that always has another delta."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -104,7 +104,7 @@ class Endless:
 
 
 async def test_what_is_not_taken_stays_with_its_generation() -> None:
-    """The queue of several prompts' deltas had no end, so that no client was too slow for it."""
+    """The queue of several prompts' deltas was unbounded, so that no client was too slow for it."""
     sources = [Endless(), Endless()]
     merged = merge(sources)  # type: ignore[arg-type]
     await anext(merged)

@@ -1,4 +1,4 @@
-"""A last turn of the assistant is continued, on every protocol: prompts as transformers makes them."""
+"""Every protocol continues an assistant's last turn, with the prompts that transformers makes."""
 
 # ruff: noqa: E501 - texts as templates have them
 
@@ -24,14 +24,14 @@ PLAIN = (
     + GENERATION
 )
 STRIPS = PLAIN.replace("m.content", "m.content | trim")
-# Writes a thought before the last turn's text, empty or not, as Qwen3's template does.
+# Writes a thought before the last turn's text, even an empty one, as Qwen3's template does.
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
     "<think>\n{{ (m.reasoning_content or '').strip('\n') }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     + GENERATION
     + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
-# The opening of an answer begins a thought, as DeepSeek-R1's.
+# Begins an answer with the start of a thought, as DeepSeek-R1's template does.
 BEGINS = PLAIN + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
 TEMPLATES = {"plain": PLAIN, "strips": STRIPS, "thinks": THINKS, "begins": BEGINS}
 USER = {"role": "user", "content": "Say hello."}
@@ -62,7 +62,7 @@ def test_prompts_end_as_those_of_transformers(tmp_path: Path, name: str) -> None
 
 
 async def prompt_of(running: Running, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """The prompt of a request and its answer's text."""
+    """The prompt of a request, and the text of its answer."""
     seen: list[list[int]] = []
     engine, generate = running.state.engine, running.state.engine.generate
 
@@ -142,7 +142,7 @@ async def test_the_fields_of_vllm_choose(serve: Serve, tmp_path: Path) -> None:
 
 
 async def test_what_anthropic_refuses(serve: Serve, tmp_path: Path) -> None:
-    """Its documents: no white space at the end, no text where a thought must come, no format."""
+    """Its documents forbid white space at the end, text where a thought must come, and a format."""
     ours, _ = saved(tmp_path, THINKS)
     thought = {"type": "thinking", "thinking": "Hm", "signature": ""}
     schema = {"type": "json_schema", "schema": {"type": "object"}}

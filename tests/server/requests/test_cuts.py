@@ -1,7 +1,7 @@
-"""An answer that is cut says so: by every reason, on every protocol, wherever the cut is.
+"""A truncated answer says so: with every reason, on every protocol, wherever the cut is.
 
-The right values are of the protocols' documents. OpenAI: `length` is the token limit, `stop` a stop
-string, `tool_calls` a call that was made; a response is `incomplete`. Anthropic: `max_tokens`,
+The right values come from the protocols' documents. OpenAI: `length` is the token limit, `stop` a
+stop string, `tool_calls` a finished call; a response is `incomplete`. Anthropic: `max_tokens`,
 `model_context_window_exceeded`, `stop_sequence`. Ollama: `length` and `stop`.
 """
 
@@ -60,7 +60,7 @@ CUT = {  # by reason
         "ollama": "length",
     },
     "stop": {"chat": "stop", "messages": "stop_sequence", "ollama": "stop"},
-    # As by a limit: of time, which no protocol but our own field has.
+    # The same values as for a limit: no protocol but our own field knows a time limit.
     "timeout": {
         "chat": "timeout",
         "responses": "incomplete",
@@ -69,7 +69,7 @@ CUT = {  # by reason
     },
     "": {"chat": "tool_calls", "responses": "completed", "messages": "tool_use", "ollama": "stop"},
 }
-# Choice of a tool, and whether several calls may come.
+# The choice of a tool, and whether several calls are allowed.
 CHOICES = [
     (choice, several) for choice, several in product(("auto", "required", "named"), (True, False))
 ]
@@ -138,7 +138,7 @@ def is_half(item: dict[str, Any]) -> bool:
 
 
 async def end_of(running: Running, protocol: str, body: dict[str, Any], *, stream: bool) -> str:
-    """Ask, and return the reason that the answer ends with."""
+    """Send a request, and return the reason that its answer ends with."""
     response = await running.http.post(PATHS[protocol], json={**body, "stream": stream})
     assert response.status_code == 200, response.text
     data = [
@@ -234,7 +234,7 @@ async def test_an_answer_whose_time_is_over_is_cut(
 
 @pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.LENGTH])
 def test_the_engine_s_reason_stays(tokenizer: Tokenizer, reason: FinishReason) -> None:
-    """A time that is over cuts like a limit, whoever must call and however often."""
+    """Running out of time cuts like a limit, with any choice of a tool and number of calls."""
     before, _ = TEXT.encode().split(b"slo")
     for one_call, must_call in product((False, True), repeat=2):
         reader = tokenizer.dialect.reader(
@@ -267,7 +267,7 @@ HALVES = ["<tool_call>", "name", "weather", "arguments", "city", "slo", "days", 
 async def test_a_model_that_ends_inside_a_call_makes_no_call(
     serve: Serve, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """By its own token: no protocol then asks for a tool's result."""
+    """The model ends with its own token: no protocol may then ask for a tool's result."""
     says = [TEXT[: TEXT.rindex(half) + len(half)] for half in HALVES]
     rules = [{"contains": [f"case {n}."], "says": text} for n, text in enumerate(says)]
     (tmp_path / "script.json").write_text(json.dumps(rules))
@@ -316,7 +316,7 @@ async def test_openai_names_a_cut_call_by_its_own_error(serve: Serve, tokenizer:
 
 
 async def test_anthropic_s_client_reads_each_cut(serve: Serve, tokenizer: Tokenizer) -> None:
-    """Its stream helper puts half arguments together, and its models take each stop reason."""
+    """Its stream helper assembles partial arguments, and its models accept each stop reason."""
     async with (
         serve(tokenizer=tokenizer, max_model_len=2048) as running,
         anthropic.AsyncAnthropic(

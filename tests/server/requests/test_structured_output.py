@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what is refused before the engine hears of it, and real answers."""
+"""Structured output over HTTP: refusals before the engine sees the request, and real answers."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_the_default_model_answers_in_form(serve: Serve, smollm2_gguf: Pat
             response = await running.complete("x", structured_outputs=outputs, **common)
             assert response.json()["choices"][0]["text"] in allowed
         await check_metrics(running)
-        for fields, said in (  # as llama.cpp's server spells it
+        for fields, said in (  # in the spelling of llama.cpp's server
             ({"grammar": 'root ::= "a"'}, "a"),
             ({"json_schema": {"const": 7}}, "7"),
             ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),

@@ -1,4 +1,4 @@
-"""Priority, timeout, queue limits and salts, as clients meet them."""
+"""Priority, timeout, queue limits and salts, as clients see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that a Lark grammar names, and those that only look like names."""
+"""Tokens that a Lark grammar names, and texts that only look like such names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients can get wrong about texts that are read: a 400 that names the field, no more."""
+"""Clients' mistakes about texts to read get a 400 that names the field, and nothing worse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.server.http.test_bad_input import check_error
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
-# Path to a body that is right, and to what can be wrong with each field.
+# By path: a correct body, and wrong values of each field.
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "a"},
     "/v1/rerank": {"query": "a", "documents": ["a"]},
@@ -29,7 +29,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (1, 512),
 }
 RELEVANCE: dict[str, tuple[Any, ...]] = {
-    "instruction": (5, [], "find what is blue"),  # this model is no reranker
+    "instruction": (5, [], "find what is blue"),  # this model is not a reranker
     "max_tokens_per_doc": (10,),
     "max_chunks_per_doc": (1,),
 }
@@ -88,9 +88,9 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "/v1/chat/completions": {"prompt_logprobs": (-1, 21, "1", 1.5, True, [])},
 }  # fmt: skip
-# The field to blame where it is another one than the one that is wrong.
+# The field that an error names, where it is not the wrong one.
 BLAMED = {
-    ("/v1/rerank", "query"): "documents",  # its length, and what it comes to
+    ("/v1/rerank", "query"): "documents",  # because of its length, and what that causes
     ("/v1/score", "text_1"): "text_2",
 }
 ROWS = [

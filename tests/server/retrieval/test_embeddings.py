@@ -1,6 +1,6 @@
-"""Vectors of texts over OpenAI's and Ollama's routes, in front of an engine that counts letters.
+"""Embeddings over OpenAI's and Ollama's routes, with an engine that counts letters.
 
-It counts a to g in a prompt, and all of its letters, so vectors can be foretold.
+It counts a to g in a prompt, and all of its letters, so that tests can predict the vectors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve
 
 PATH = "/v1/embeddings"
-FAIL = 268  # a token that the engine of these tests fails on
+FAIL = 268  # a token with which the echo fails
 
 
 def vector(text: str, dimensions: int = 8) -> list[float]:
@@ -117,7 +117,7 @@ async def test_the_ollama_package_gets_vectors_in_both_forms(serve: Serve) -> No
 
 @pytest.fixture
 def recipe(byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make the tokenizer's checkpoint say something."""
+    """Make the tokenizer's checkpoint give a recipe."""
 
     def say(embedding: EmbeddingRecipe) -> None:
         monkeypatch.setattr(byte_tokenizer, "retrieval", RetrievalRecipe(embedding))
@@ -169,7 +169,7 @@ async def test_an_engine_that_fails_on_one_ends_them_all(serve: Serve) -> None:
 
 async def test_a_timeout_is_the_requests_own_fault(serve: Serve) -> None:
     async with serve("holds_at=2") as running:
-        for seconds in (0.05, 1e-9):  # the second one is over before it is begun
+        for seconds in (0.05, 1e-9):  # the second one expires before it begins
             body = {"input": "aaaa", "timeout": seconds}
             answer = await running.http.post(PATH, json=body)
             error = answer.json()["error"]

@@ -1,4 +1,4 @@
-"""Encoders behind the endpoint: vectors and relevance against transformers."""
+"""Encoders behind the endpoint: their vectors and scores equal transformers'."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def minilm() -> Path:
 
 @pytest.mark.model
 async def test_a_real_model_gives_the_vectors_of_transformers(serve: Serve, minilm: Path) -> None:
-    # Not the library's fast tokenizer of the checkpoint, which cuts texts at 128 tokens.
+    # The checkpoint's fast tokenizer would cut texts at 128 tokens.
     reference = transformers.BertTokenizer(str(minilm / "vocab.txt"))
     oracle = transformers.AutoModel.from_pretrained(minilm, dtype=torch.float32).eval()
     async with serve(
@@ -89,7 +89,7 @@ async def test_a_head_ranks_pairs_over_http(serve: Serve, tmp_path: Path) -> Non
 
 
 async def test_embeddinggemma_is_served_with_its_linears(serve: Serve, tmp_path: Path) -> None:
-    """As google/embeddinggemma-300m is laid out: mean, two linears without bias, length 1."""
+    """The layout is google/embeddinggemma-300m's: mean, two linears without bias, length 1."""
     oracle = make_decoder("embeddinggemma", tmp_path).oracle
     write_tokenizer(tmp_path)
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""Vectors, scores and relevance over HTTP by the real engine, against transformers on SmolLM2."""
+"""Vectors, scores and relevance over HTTP by the real engine equal transformers', for SmolLM2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTION = "Does it rain in Oslo? Answer yes or no: {query}{document}"
 
 
 class Oracle:
-    """What transformers makes of texts, in float32."""
+    """transformers' results for texts, in float32."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._model = load_with_transformers(path)
@@ -35,16 +35,16 @@ class Oracle:
         self._seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def hidden(self, text: str) -> torch.Tensor:
-        """Hidden states that the head reads, (num_tokens, hidden_size)."""
+        """Hidden states before the head, (num_tokens, hidden_size)."""
         return self._run(text)[0]
 
     def logprobs(self, text: str) -> torch.Tensor:
-        """Of each token but the first."""
+        """The log probability of each token but the first."""
         scores = self._run(text)[1][:-1].log_softmax(-1)
         return scores.gather(1, torch.tensor(self._ids(text)[1:])[:, None])[:, 0]
 
     def margin(self, text: str, *labels: str) -> float:
-        """The logit of the first label above that of the second, at the end."""
+        """The last logit of the first label minus that of the second."""
         one, other = (self._tokenizer.encode(label, add_special_tokens=False) for label in labels)
         last = self._run(text)[1][-1]
         return float(last[one[0]] - last[other[0]])
@@ -70,7 +70,7 @@ async def vectors(running: Running, pooling: Pooling) -> torch.Tensor:
 
 
 async def compare(running: Running, oracle: Oracle, *, closeness: float, error: float) -> None:
-    """Hold everything against transformers.
+    """Compare everything with transformers.
 
     Args:
         running: the server.
@@ -116,5 +116,5 @@ async def test_the_cpu_library_stays_near_transformers(serve: Serve, smollm2_ggu
         max_model_len=256,
         kv_cache_memory=2**26,
     ) as running:
-        # In float32, with torch, all of it agrees to 1e-5 and 1e-3.
+        # In float32, with torch, everything agrees to 1e-5 and 1e-3.
         await compare(running, Oracle(smollm2_gguf, tokenizer), closeness=0.98, error=0.15)

@@ -1,4 +1,4 @@
-"""Rerank and score, by vectors and by what a reranker would say, with numbers that are foretold."""
+"""Rerank and score, by vectors and by a reranker's answer, with predictable numbers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_reranker_is_asked_as_its_checkpoint_says(serve: Serve, says: An
         body: dict[str, Any] = {"query": "any", "documents": ["yyy", "nn", "yn <|im_end|>"]}
         answer = (await running.http.post("/v1/rerank", json=body)).json()
         found = {one["index"]: one["relevance_score"] for one in answer["results"]}
-        # "any" has one of each; the engine of these tests counts labels in the prompt.
+        # "any" has one of each; the echo counts labels in the prompt.
         assert found == pytest.approx({0: sigmoid(3), 1: sigmoid(-2), 2: sigmoid(-1)})
         assert answer["scorer"] == "probability of the next token 'y' against 'n' (README.md)"
         lengths = [len(f"i|any|{text}|") + 1 for text in body["documents"]]
@@ -109,7 +109,7 @@ async def test_a_chat_template_with_query_and_document_is_used(
     async with serve() as running:
         body = {"text_1": "y", "text_2": ["yy", "n"]}
         answer = (await running.http.post("/v1/score", json=body)).json()
-        # The template names roles: "query" has a y, as the first text does.
+        # The template names roles: "query" has a y, like the first text.
         expected = [sigmoid(4), sigmoid(2)]
         assert [one["score"] for one in answer["data"]] == pytest.approx(expected)
         refused = await running.http.post("/v1/score", json=body | {"instruction": "x"})
@@ -163,7 +163,7 @@ def test_a_decoders_head_reads_both_texts_in_its_makers_words(
     wanted: str | None,
     tmp_path: Path,
 ) -> None:
-    """As transformers' tokenizer encodes the prompt, or the pair where no words are known."""
+    """transformers' tokenizer encodes the prompt alike, or the pair if no words are known."""
     write_tokenizer(tmp_path)
     named = [f"{config['model_type']}ForSequenceClassification"]
     write_json(tmp_path / "config.json", {**config, "architectures": named})

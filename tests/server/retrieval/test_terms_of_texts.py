@@ -1,4 +1,4 @@
-"""Keys, limits, queue, ids, log, metrics and repeats are those of every other endpoint."""
+"""Keys, limits, queue, ids, log, metrics and repeats work as on every other endpoint."""
 
 from __future__ import annotations
 

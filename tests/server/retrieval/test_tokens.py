@@ -1,4 +1,4 @@
-"""Token ids of texts and chats, and back."""
+"""Token ids of texts and chats, and texts of token ids."""
 
 from __future__ import annotations
 
