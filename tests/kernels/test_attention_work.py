@@ -96,7 +96,7 @@ def test_every_row_of_every_chunk_is_in_one_tile(chunks: list[int]) -> None:
 
 
 def test_keys_are_cut_where_they_stand() -> None:
-    """Whatever the context, and whoever is beside it."""
+    """The context and the other sequences make no difference."""
     alone = span_table([5000])
     among = span_table([70, 5000, 100_000])
     assert among[among[:, 0] == 1][:, 1:].tolist() == alone[:, 1:].tolist()

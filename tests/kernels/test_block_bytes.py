@@ -1,4 +1,4 @@
-"""A block of a cache goes out as bytes and comes back, in every format, and touches no other."""
+"""A cache block is read as bytes and written back, in every format, without touching another."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def torch_cache(precision: LayerPrecision) -> KVCache:
 
 
 def rows(cache: KVCache, index: int) -> list[bytes]:
-    """One block's bytes of each tensor, then one open block's, where there is one."""
+    """The bytes of a block in each tensor, then those of an open block, if there is one."""
     found = [part[index] for part in cache.parts]
     found += [part[index] for part in cache.open_parts if index < len(part)]
     return [row.contiguous().flatten().view(torch.uint8).numpy().tobytes() for row in found]

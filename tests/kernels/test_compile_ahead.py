@@ -1,4 +1,4 @@
-"""What threads that compile must not do side by side."""
+"""Steps of compiling that threads must not run at the same time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from appliance.kernels.gpu.compile_ahead import one_at_a_time
 
 
 def test_threads_parse_one_at_a_time() -> None:
-    """Python 3.11's parser ends with an error where two do."""
+    """Python 3.11's parser fails if two do."""
     inside, most = 0, 0
 
     def parse(source: str) -> str:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        time.sleep(1e-4)  # another thread would come in
+        time.sleep(1e-4)  # another thread would run here
         inside -= 1
         return source.upper()
 

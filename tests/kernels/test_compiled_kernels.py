@@ -1,7 +1,7 @@
-"""Every shipped kernel is compiled for every architecture, with no GPU, and its code is gated.
+"""Every shipped kernel is compiled for every architecture, without a GPU, and gates judge its code.
 
-What each triton made of them is stored in tables, whose rows hold digests of what they were
-compiled from; `scripts/check_triton` compiles those that changed.
+Tables store what each triton made of them, in rows with digests of their sources;
+`scripts/check_triton` compiles the rows that changed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from support.kernels.compiled_kernels.table import (
 from support.runs.turns import sample, seed_of_tree
 
 HERE = Path(__file__).parent
-ONE_IN = 160  # rows that are compiled in each run, others in each commit
+ONE_IN = 160  # one row in so many is compiled in each run; each commit has another sample
 TABLES = {path.stem.rpartition("_")[2]: load(path) for path in HERE.glob("resources_triton_*.json")}
 
 
 @pytest.fixture(params=sorted(TABLES), scope="module")
 def triton(request: pytest.FixtureRequest) -> str:
-    """A version that there is a table of."""
+    """A triton version that has a table."""
     return str(request.param)
 
 
@@ -113,7 +113,8 @@ def test_no_kernel_is(table: Table, triton: str, offending: Gate) -> None:
 
 
 def test_prefill_takes_the_warpgroup_products_of_hopper(table: Table) -> None:
-    # Their 64 rows would leave too few registers for the first; they multiply no heads in parts.
+    # wgmma's 64 rows would leave too few registers to the first; nor does it multiply divided
+    # heads.
     others = (
         "attention prefill gemma3_270m bf16 kv int4-sealed",
         f"attention prefill {IN_PARTS.name}",
@@ -128,7 +129,7 @@ def test_prefill_takes_the_warpgroup_products_of_hopper(table: Table) -> None:
         assert kind == ["QGMMA" if multiplies_e4m3(key) else "HGMMA"], key
 
 
-# Instructions for a page by mma.sync and by wgmma. Codes that the hardware widens took 475 and 325.
+# Instructions per page by mma.sync and by wgmma. Codes that the hardware widens took 475 and 325.
 # Triton 3.6 reads the codes from shared memory byte by byte.
 E4M3_PAGE = {"3.7.1": (310, 270), "3.6.0": (400, 365)}
 

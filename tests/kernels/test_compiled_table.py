@@ -1,4 +1,4 @@
-"""Tables of what kernels are compiled to: which rows are stale, sampled, or far dearer."""
+"""Tables of compiled kernels: which rows are stale, sampled, or far dearer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of tests that passed holds no longer when anything changes that they run."""
+"""The record of passed tests is void as soon as any code changes that they run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ NOT_RUN = {
 
 
 def digest_in(folder: Path, changed: str | None = None) -> str:
-    """Make the files, one of them with another line, and return the digest of the test."""
+    """Write the files, one of them with another line, and return the test's digest."""
     for name, text in (RUN | NOT_RUN).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

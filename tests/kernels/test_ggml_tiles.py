@@ -1,4 +1,4 @@
-"""GGML's blocks in the GPU kernels' layout: the same codes, and no more bytes than in the file."""
+"""GGML's blocks in the GPU kernels' layout: the same codes, in no more bytes than in the file."""
 
 from __future__ import annotations
 

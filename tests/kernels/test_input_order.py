@@ -1,4 +1,4 @@
-"""A weight whose columns stand in another order than its inputs: the same product everywhere."""
+"""A weight whose columns are in another order than its inputs gives the same product everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ use_isa(LIBRARY, Isa(LIBRARY.ap_current_isa()))
 def ordered(
     rows: int = 32, columns: int = 192, bits: int = 4, *, seed: int = 0
 ) -> tuple[PackedWeight, PackedWeight]:
-    """The same codes, once with the columns in an order of their own."""
+    """The same codes, once with reordered columns."""
     random = torch.Generator().manual_seed(seed)
     shape = (rows, columns // 64)
     plain = PackedWeight(

@@ -76,7 +76,7 @@ Digest = Callable[..., str]
 
 @pytest.fixture
 def of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Digest]:
-    """Digest of SIGNATURE in a package, with texts of its files replaced."""
+    """Digest of SIGNATURE in a package, with some of its source texts replaced."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def forget() -> None:
@@ -106,10 +106,10 @@ def of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Digest
         ("kernel.py", "x_ptr + n", "x_ptr - n"),
         ("kernel.py", "@triton.jit", "@triton.jit(noinline=True)"),
         ("helpers.py", "* 2.0", "* 3.0"),  # a function that it calls
-        ("helpers.py", "x + SMALL", "x - SMALL"),  # one that this calls
-        ("helpers.py", "1e-5", "1e-6"),  # a constant that that one reads
+        ("helpers.py", "x + SMALL", "x - SMALL"),  # a function that this one calls
+        ("helpers.py", "1e-5", "1e-6"),  # a constant that this one reads
         ("helpers.py", "UNUSED: tl.constexpr = 4", "UNUSED: tl.constexpr = 8"),  # a default
-        ("constants.py", "constexpr(32)", "constexpr(16)"),  # read by way of its module
+        ("constants.py", "constexpr(32)", "constexpr(16)"),  # read through its module
         ("constants.py", "(0, 2, 1)", "(0, 1, 2)"),
         ("constants.py", "(0, 2, 1)", "(0, '2', 1)"),
         ("constants.py", "$1, 1;", "$1, 2;"),  # in another constant's value
@@ -125,7 +125,7 @@ def test_a_change_of_what_is_compiled_changes_it(
     ("file", "old", "new"),
     [
         ("kernel.py", "    tl.store", "    # The sum.\n\n    tl.store"),
-        ("kernel.py", "_ASM: tl", "LATER = 3\n_ASM: tl"),  # every line below has another number
+        ("kernel.py", "_ASM: tl", "LATER = 3\n_ASM: tl"),  # moves every line below
         ("helpers.py", "Says nothing.", "Says more."),
         ("helpers.py", "    return x\n", "    return x + 1\n"),  # no kernel calls it
     ],
@@ -192,7 +192,7 @@ def test_no_two_rows_are_compiled_from_the_same() -> None:
 
 
 def test_it_holds_every_function_that_triton_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By triton's own walk of the same functions, which decides what it compiles anew."""
+    """triton's own walk of the same functions decides what triton compiles again."""
     called: set[str] = set()
     monkeypatch.setattr(
         jit.DependenciesFinder,

@@ -1,4 +1,4 @@
-"""A kernel folder is as docs/extending.md says, and its kernels are compiled and executed."""
+"""A kernel folder follows docs/extending.md, and its kernels are compiled and executed."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_every_code_has_a_place_and_every_byte_one_token(order: CodeOrder, head_
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_readers_permutation_is_the_writers_address(order: CodeOrder, head_dim: int) -> None:
-    """A page of the elements' numbers, taken apart as the kernel does it, gives the tile."""
+    """A page that holds the elements' numbers, unpacked as in the kernel, gives the tile."""
     words = torch.zeros(PAGE_TOKENS * head_dim * order.bits // 32, 32 // order.bits)
     for token, dim in itertools.product(range(PAGE_TOKENS), range(head_dim)):
         byte, nibble = order.address(token, dim)
@@ -78,19 +78,19 @@ def test_a_token_has_its_codes_in_rows_of_a_sector_side_by_side() -> None:
 
 
 def part_of(order: CodeOrder, byte: int, nibble: int) -> int:
-    """Which of a word's codes `ptx` makes of a byte or nibble."""
+    """The index, among a word's codes in `ptx`, of a byte or nibble."""
     return byte if order.bits == 8 else byte >> 1 | nibble << 1 | (byte & 1) << 2
 
 
 def row_of(order: CodeOrder, index: int) -> int:
-    """The token or dimension that stands in a row of the tile."""
+    """The token or dimension in a row of the tile."""
     places = len(order.rows)
     low = sum((index >> places - 1 - i & 1) << int(name[1:]) for i, name in enumerate(order.rows))
     return low + (index >> LOW_BITS << LOW_BITS)
 
 
 def test_the_rows_of_values_are_those_of_the_probabilities_registers() -> None:
-    """A thread of a product's result has columns 2i, 2i + 1; of an operand, rows 4i .. 4i + 3."""
+    """A thread's result of a product has columns 2i, 2i + 1, its operand rows 4i .. 4i + 3."""
     for lane in range(4):
         rows = [16 * half + 4 * lane + i for half in (0, 1) for i in range(4)]
         tokens = {
@@ -100,7 +100,7 @@ def test_the_rows_of_values_are_those_of_the_probabilities_registers() -> None:
         assert tokens == {8 * part + 2 * lane + i for part in range(4) for i in (0, 1)}
 
 
-# Sealed pages are made of whole blocks: see test_kv_seal.
+# Sealed pages are made from whole blocks: see test_kv_seal.
 @pytest.mark.parametrize(
     ("kv_format", "in_rows"),
     [*((f, False) for f in KVFormat if not f.is_sealed), (KVFormat.INT8, True)],
@@ -134,13 +134,13 @@ def test_rows_come_back_from_their_slots(kv_format: KVFormat, in_rows: bool, hea
 
 
 def words_of_bytes() -> NDArray[np.uint32]:
-    """Words in which every byte takes every value, each place another one."""
+    """Words in which every byte takes every value, a different one in each place."""
     codes = np.arange(256)[:, None] + 37 * np.arange(4)
     return (codes % 256).astype(np.uint8).view(np.uint32)[:, 0]
 
 
 def halves_of(text: str, words: NDArray[np.uint32]) -> NDArray[np.float16]:
-    """What a text makes of each word: (words, results)."""
+    """The results of a PTX text for each word: (words, results)."""
     count = len(set(re.findall(r"\$\d+", text))) - 1
     return np.stack(evaluate(text, [16] * count, words), axis=1).view(np.float16)
 
@@ -165,11 +165,11 @@ def test_ptx_of_every_nibble() -> None:
 
 @pytest.mark.parametrize(("text", "factor"), [(ptx.FP8, 1), (ptx.FP8_BITS, 2**-8)])
 def test_ptx_of_every_e4m3_code_but_nan(text: str, factor: float) -> None:
-    """0x7F and 0xFF are NaN and never written; moved bits would read them as 480."""
+    """0x7F and 0xFF are NaN and never written; moving their bits would read them as 480."""
     words = words_of_bytes()
     codes = torch.from_numpy(words.view(np.uint8).reshape(-1, 4))
     found = torch.from_numpy(halves_of(text, words))
     expected = (codes.view(torch.float8_e4m3fn).double() * factor).half()
     is_number = codes & 0x7F != 0x7F
-    # As bits: zeros have signs.
+    # Compares bits, since zeros have signs.
     assert torch.equal(found.view(torch.int16)[is_number], expected.view(torch.int16)[is_number])

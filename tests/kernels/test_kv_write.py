@@ -58,7 +58,7 @@ def test_int8_is_within_half_a_step() -> None:
         assert scales is not None
         scale = scales.flatten(0, 1)[slots].double().unsqueeze(-1)
         restored = codes.flatten(0, 1)[slots].double() * scale
-        # Half a step; the largest element may be cut where float16 rounded its scale down.
+        # Half a step; the largest element may be clamped where float16 rounded its scale down.
         slack = 127 * 2**-11
         assert ((restored - written.double()).abs() <= scale * (0.5 + slack)).all()
         absmax = written.double().abs().amax(-1, keepdim=True)

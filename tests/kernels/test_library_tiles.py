@@ -1,4 +1,4 @@
-"""The CPU library's tiles, widened elsewhere, against the weights that were laid out."""
+"""The CPU library's tiles, widened by another kernel, against the original weights."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ BLOCK_BYTES = {4: 128 * TILE_N // 2, 8: 128 * TILE_N}  # of 128 inputs
 
 
 def places(tile: MatmulTile, capability: int) -> list[TileDevice]:
-    """Cards from small to large, and how many programs they may hold."""
+    """Cards from small to large, with several numbers of resident programs."""
     largest = LARGEST[capability]
     return [
         TileDevice(capability, replace(largest, num_sms=num_sms), resident)

@@ -64,7 +64,7 @@ def test_reference_is_the_dequantized_product(bits: int, kind: OffsetKind) -> No
     assert (linear.in_features, linear.out_features) == (96, 40)
 
 
-# In any order of sums rounding the result costs at most 2^-8 of its norm in bfloat16, 2^-11 in
+# In any order of sums, rounding the result costs at most 2^-8 of its norm in bfloat16, 2^-11 in
 # float16; weights and inputs are rounded too, in all directions.
 @pytest.mark.parametrize("bits", [4, 8, None])
 @pytest.mark.parametrize(

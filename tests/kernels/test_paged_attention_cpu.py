@@ -43,9 +43,9 @@ class Precision:
 
 SMOLLM = Shape(3, 3, 64)
 SHAPES = [SMOLLM, Shape(3, 1, 64), Shape(2, 4, 128), Shape(1, 8, 80), Shape(1, 4, 256)]
-# In any order of sums rounding the result costs at most 2^-8 of its norm in bfloat16, 2^-11 in
-# float16; rounding the probabilities to 16 bits comes to about half of that. 2e-6 is the rounding
-# of as many float32 sums as there are keys, at random.
+# In any order of sums, rounding the result costs at most 2^-8 of its norm in bfloat16, 2^-11 in
+# float16; rounding the probabilities to 16 bits costs about half of that. 2e-6 is the rounding of
+# as many float32 sums as there are keys, at random.
 BF16 = Precision(KVFormat.BF16, torch.bfloat16, 6e-3)
 FP32 = Precision(KVFormat.FP32, torch.float32, 2e-6)
 INT8 = Precision(KVFormat.INT8, torch.bfloat16, 4e-3)
@@ -53,7 +53,7 @@ PRECISIONS = [BF16, FP32, INT8, Precision(KVFormat.FP16, torch.float16, 1e-3)]
 
 
 class World:
-    """Sequences of given lengths, whose keys lie in a cache that is NaN everywhere else."""
+    """Sequences of given lengths, whose keys are in a cache that is NaN everywhere else."""
 
     def __init__(self, lengths: list[int], shape: Shape, precision: Precision) -> None:
         self.lengths, self.shape, self.precision = lengths, shape, precision
@@ -123,7 +123,7 @@ class World:
     def expected(
         self, spans: dict[int, Span], *, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """The reference in float64; it does not care which rows are decodes."""
+        """The reference's result in float64; decode rows make no difference to it."""
         work = reference.plan_attention(self.batch(spans, 0), BLOCK_SIZE)
         query, scale = self.query(spans).double(), self.shape.head_dim**-0.5
         return reference.paged_attention(
@@ -140,18 +140,18 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-# Decodes at one token, around a block, a step of keys and a flash key block; then chunks that
-# begin and end inside blocks, one of them a single row.
+# Decode at one token, around a block, a step of keys and a flash key block; then chunks that begin
+# and end inside blocks, one of them a single row.
 LENGTHS = [1, 15, 16, 17, 127, 128, 129, 511, 513, 1100, 16, 17, 33, 300, 200, 1200]
 DECODES = {i: (length - 1, length) for i, length in enumerate(LENGTHS[:10])}
 CHUNKS = {10: (0, 16), 11: (12, 17), 12: (0, 33), 13: (200, 300), 14: (199, 200), 15: (1000, 1200)}
 MIXED = DECODES | CHUNKS
 
 
-# Floats of 16 and 32 bits differ in their rounding, which no shape has a part in.
+# Floats of 16 and 32 bits differ in their rounding, which does not depend on shapes.
 CASES = [(SMOLLM, precision) for precision in PRECISIONS]
 CASES += [(shape, precision) for shape in SHAPES[1:] for precision in (BF16, INT8)]
-# Windows and soft caps; the first two are tried with every shape.
+# Windows and soft caps; every shape runs with the first two.
 LIMITS = [(None, None), (600, 20.0), (1, None), (40, None), (None, 20.0)]
 
 

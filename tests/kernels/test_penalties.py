@@ -35,7 +35,7 @@ def rows_of(places: list[int], counted: list[int], asked: list[Asked]) -> Penalt
 
 
 def one_by_one(logits: list[float], prompt: list[int], answer: list[int], asked: Asked) -> None:
-    """As the names say, token after token, in place."""
+    """The penalties by definition, token after token, in place."""
     repetition, presence, frequency = asked
     for token in {*prompt, *answer}:
         value = logits[token]
@@ -92,7 +92,7 @@ def test_rows_without_penalties_and_places_of_others_stay_as_they_are(penalize: 
 def test_rows_of_one_place_see_the_tokens_up_to_their_own(
     penalize: Penalize, is_counted: bool
 ) -> None:
-    """Rows of drafts: the token read twice counts twice only in the row that reads it again."""
+    """Rows of drafts: a token read twice counts twice only in the row that reads it again."""
     read, asked = torch.tensor([5, 6, 5, 9]), [(1.0, 0.0, 1.0)] * 4
     rows, logits = rows_of([1, 1, 1, -1], [0, 1, 1, 1], asked), torch.zeros(4, VOCAB)
     seen = torch.zeros(2, VOCAB, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Unlike and exact products reach every product that torch's path is made of."""
+"""Unlike and exact products replace every product that torch's path uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ROWS = 40
 
 
 def attention(x: Tensor) -> Tensor:
-    # With a batch, as flash attention wants it: without, torch rounds float32 products once.
+    # With a batch dimension, as flash attention requires: without it torch rounds float32 products
+    # once.
     query, keys = x.expand(1, 4, -1, -1), KEYS[None].to(x.dtype)
     mask = MASK[: len(x)]
     return functional.scaled_dot_product_attention(query, keys, keys, attn_mask=mask)
@@ -31,7 +32,7 @@ def in_place(x: Tensor) -> Tensor:
     return out
 
 
-# What is computed from x (rows, 96), with its rows in the last but one dimension.
+# Functions of x (rows, 96), whose results have the rows in the last but one dimension.
 PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: functional.linear(x, WEIGHT.to(x.dtype)),
     "linear with a bias": lambda x: functional.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
@@ -58,7 +59,7 @@ def product(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
 
 
 def parts(product: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The first rows of the product of all rows, beside the product of these rows alone."""
+    """The first rows of the product of all rows, and the product of these rows alone."""
     whole = product(x)
     return [(whole[..., :rows, :], product(x[:rows])) for rows in (1, 2, 3, 7, 16, 33)]
 

@@ -15,18 +15,18 @@ from appliance.kernels.gpu.residency import LARGEST, Footprint, Footprints, mult
 GOLDEN = Path(__file__).parent / f"resources_triton_{version('triton')}.json"
 
 
-# By hand: 65,536 registers, 64 warps or 48, 164, 100 or 228 KiB of shared memory.
+# Computed by hand: 65,536 registers, 64 or 48 warps, 164, 100 or 228 KiB of shared memory.
 @pytest.mark.parametrize(
     ("capability", "registers", "shared", "num_warps", "programs"),
     [
-        (86, 255, 0, 8, 1),  # by registers: 8 warps in all
+        (86, 255, 0, 8, 1),  # limited by registers: 8 warps in all
         (86, 168, 0, 1, 12),  # three warps of 168 on each of four parts
-        (86, 32, 0, 4, 12),  # by threads: 48 warps
-        (90, 32, 0, 4, 16),  # 64
-        (86, 32, 16648, 1, 5),  # by shared memory, of which 1 KiB is the driver's
+        (86, 32, 0, 4, 12),  # limited by threads: 48 warps
+        (90, 32, 0, 4, 16),  # 64 warps
+        (86, 32, 16648, 1, 5),  # limited by shared memory, of which the driver takes 1 KiB
         (90, 32, 16648, 1, 13),
         (86, 0, 99 << 10, 8, 1),
-        (86, 255, 101 << 10, 16, 1),  # never none
+        (86, 255, 101 << 10, 16, 1),  # at least one
     ],
 )
 def test_programs_of_a_multiprocessor(
@@ -36,7 +36,7 @@ def test_programs_of_a_multiprocessor(
 
 
 def decode_programs(kv_format: str, capability: int, num_warps: int) -> int:
-    """Of the compiled kernel for heads of 128."""
+    """Resident programs of the compiled kernel for heads of 128."""
     if not GOLDEN.exists():
         pytest.skip(f"there is no {GOLDEN.name}")
     found = load(GOLDEN)[f"attention decode llama_8b bf16 kv {kv_format}", capability]
@@ -44,7 +44,7 @@ def decode_programs(kv_format: str, capability: int, num_warps: int) -> int:
 
 
 def test_decode_fills_a_multiprocessor_and_no_more() -> None:
-    # With 8 bits shared memory holds five on consumer cards, where registers would hold eight.
+    # With 8 bits, shared memory of consumer cards holds five; their registers would hold eight.
     assert {cc: decode_programs("int8", cc, 1) for cc in (86, 89, 120)} == {86: 5, 89: 5, 120: 5}
     assert {cc: decode_programs("fp8", cc, 1) for cc in (86, 89, 120)} == {86: 5, 89: 5, 120: 5}
     assert decode_programs("int4", 86, 1) == 8
@@ -59,7 +59,7 @@ def test_decode_fills_a_multiprocessor_and_no_more() -> None:
 def test_prefill_leaves_room_for_another_program_beside_it(
     kv_format: str, num_warps: int, programs: int
 ) -> None:
-    """On Hopper, where one multiplies while another has its softmax or widens codes."""
+    """On Hopper one multiplies while another computes its softmax or widens codes."""
     if not GOLDEN.exists():
         pytest.skip(f"there is no {GOLDEN.name}")
     found = load(GOLDEN)[f"attention prefill llama_8b bf16 kv {kv_format}", 90]
@@ -80,7 +80,7 @@ def test_a_card_tells_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """Compiles at its second warm-up: the first is only noted."""
+    """A kernel that compiles at its second warm-up; the first one only registers it."""
 
     def __init__(self) -> None:
         self.warm_ups = 0

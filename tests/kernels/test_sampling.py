@@ -33,7 +33,7 @@ def test_batched_equals_reference_up_to_rounding_of_the_boundary(
     temperature, top_k, top_p, min_p, uniform = map(list, zip(*rows, strict=True))
     asked = SamplingRows.of(temperature, top_k, top_p, min_p, uniform)
     tokens = batched.sample(logits, asked)
-    # A uniform number within rounding of a boundary between two tokens may fall on either side.
+    # If a uniform number is within rounding of a boundary between two tokens, either is right.
     low, high = ([max(0.0, min(u + e, 1 - 1e-12)) for u in uniform] for e in (-1e-5, 1e-5))
     accepted = torch.stack(
         [

@@ -10,7 +10,7 @@ from appliance.kernels.short_conv.reference import short_conv
 
 
 def test_pieces_of_a_sequence_are_one_span_and_sequences_without_rows_are_none() -> None:
-    # Decode rows, of which padding shares a slot; a chunk cut at two blocks of 16; another; none.
+    # Decode rows, with padding that shares a slot; a chunk cut at two blocks of 16; another; none.
     spans = HostSpans.of(
         [4, 9, 9, 7, 7, 7, 2, 9, 9],
         [1, 1, 1, 2, 16, 3, 5, 0, 0],

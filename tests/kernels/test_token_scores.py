@@ -22,7 +22,7 @@ def test_scores_are_those_of_a_softmax_in_float64(
     score_tokens: ScoreTokens, data: st.DataObject, vocab_size: int, scale: float
 ) -> None:
     seed = torch.Generator().manual_seed(vocab_size)
-    logits = (torch.randn(5, vocab_size, generator=seed) * scale).round(decimals=1)  # with equals
+    logits = (torch.randn(5, vocab_size, generator=seed) * scale).round(decimals=1)  # with ties
     targets = torch.randint(vocab_size, (5,), generator=seed)
     count = data.draw(st.integers(0, min(vocab_size, 20)))
     before = logits.clone()

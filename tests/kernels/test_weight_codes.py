@@ -29,18 +29,18 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def bits_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of numbers rounded to a dtype of 16 bits, as int64."""
+    """The bits of numbers rounded to a 16-bit dtype, as int64."""
     return torch.bitwise_and(x.to(dtype).view(torch.int16).to(torch.int64), 0xFFFF)
 
 
 def planes_of(text: str, words: Tensor, count: int) -> list[Tensor]:
-    """What a text leaves in $0, $1, ... as int64 of 16 bits, given its last operand."""
+    """The 16-bit results $0, $1, ... of a PTX text as int64, given its last operand."""
     planes = evaluate(text, [16] * count, words.numpy().astype(np.uint32))
     return [torch.from_numpy(plane.astype(np.int64)) for plane in planes]
 
 
 def words_of_all_codes(bits: int) -> Tensor:
-    """Every code in every place of a word, its neighbours random."""
+    """Every code in every place of a word, with random neighbours."""
     random = torch.Generator().manual_seed(0)
     codes, places = 1 << bits, 32 // bits
     words = torch.randint(0, 1 << 32, (codes * places,), generator=random)
@@ -69,7 +69,7 @@ def test_every_code_widens_bit_for_bit(text: str, kind: str, dtype: torch.dtype)
         assert len(codes.unique()) == 1 << bits
         if kind == "fp8":
             expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-            # The codes of NaN, which are refused at load.
+            # The NaN codes, which are refused at load.
             expected = torch.where(expected.isnan(), torch.where(codes > 127, -480, 480), expected)
         elif kind == "int8":
             expected = (codes ^ FLIP) - 128
@@ -105,7 +105,7 @@ def test_every_code_less_every_zero_point(text: str, prepare: str, dtype: torch.
 )
 def test_every_code_with_scale_and_offset(text: str, dtype: torch.dtype) -> None:
     words = words_of_all_codes(4)
-    pairs = ((0.0173, -0.071), (0.0008, 0.02))  # of the first row, of the second
+    pairs = ((0.0173, -0.071), (0.0008, 0.02))  # of the first row, and of the second
     numbers = [np.full(len(words), number, np.float32) for pair in pairs for number in pair]
     rows = [row.view(np.uint32) for row in numbers]
     found = evaluate(text, [16] * 8, words.numpy().astype(np.uint32), *rows)
@@ -187,7 +187,7 @@ def test_a_tile_is_a_permutation(bits: int) -> None:
     assert torch.equal(order.unpack(words), codes)
     assert order.words * 4 * 8 == TILE_N * order.tile_k * bits  # a warp's lanes load 16 bytes each
     assert order.words == sum(TILE_N * order.tile_k * part // 32 for part in order.parts)
-    # Each code has a place of its own.
+    # No two codes share a place.
     one = torch.eye(TILE_N * order.tile_k, dtype=torch.uint8).view(-1, TILE_N, order.tile_k)
     assert len(order.pack(one).unique(dim=0)) == TILE_N * order.tile_k
 
@@ -200,7 +200,7 @@ def test_the_axes_of_the_kernel_undo_the_order(bits: int, groups: int) -> None:
     codes = torch.arange(TILE_N * order.tile_k, dtype=torch.int64) % (1 << bits)
     codes = codes.to(torch.uint8).view(TILE_N, order.tile_k)
     words = order.pack(codes)
-    # The words of a lane that have the first part of the inputs.
+    # A lane's words for the first part of the inputs.
     words = words.view(-1, groups, 4 // groups)[:, 0].flatten()
     codes = codes[:, : order.tile_k // groups]
     planes = [words >> place * bits & (1 << bits) - 1 for place in order.places()]
@@ -213,7 +213,7 @@ def test_the_axes_of_the_kernel_undo_the_order(bits: int, groups: int) -> None:
 
 
 def exact_weights(tiled: TiledWeight) -> Tensor:
-    """(out_features, in_features) float64, read from tiles the slow way."""
+    """(out_features, in_features) float64, slowly read from the tiles."""
     codes = tiled.order.unpack(tiled.codes).transpose(1, 2).flatten(2).flatten(0, 1)
     q = codes.double() - 8 if tiled.kind.bits == 4 else (codes ^ FLIP).double() - 128
     assert tiled.params is not None
@@ -234,7 +234,7 @@ def exact_weights(tiled: TiledWeight) -> Tensor:
         x.transpose(1, 2).flatten(0, 1).repeat_interleave(tiled.group_size, 1)
         for x in (scale, offset)
     )
-    # What pads must add nothing.
+    # Padding must add nothing.
     assert not scale[tiled.out_features :].any()
     assert not scale[:, tiled.in_features :].any()
     return (q * scale + offset)[: tiled.out_features, : tiled.in_features]
@@ -273,7 +273,7 @@ def test_repacking_loses_nothing(
     scales, offsets = (x.double().repeat_interleave(group_size, 1) for x in (scale, offset))
     expected = (q - offsets) * scales if kind is OffsetKind.ZERO_POINT else q * scales + offsets
     error = (exact_weights(tiled) - expected).abs()
-    # Codes and scales are exact; the offset around the middle code was rounded once.
+    # Codes and scales are exact; only the offset around the middle code was rounded.
     largest = (scales.abs() * (1 << bits)).clamp(min=1e-9)
     assert (error <= largest * (0 if is_folded else 2**-22 if wide else 2**-11)).all()
 

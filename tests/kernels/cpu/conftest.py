@@ -1,8 +1,8 @@
 """The CPU library under test, once per instruction set that this machine has.
 
-APPLIANCE_TEST_CPU_LIBRARY names another library with sections than `cpu_sections` makes, such as
-one with sanitizers; with APPLIANCE_TEST_CPU_CASES=N only tests that call the library run, in N
-cases per function and instruction set.
+APPLIANCE_TEST_CPU_LIBRARY names a library with sections to use instead of that of `cpu_sections`,
+such as one with sanitizers. With APPLIANCE_TEST_CPU_CASES=N only tests that call the library run,
+in N cases per function and instruction set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from appliance.kernels.cpu.build import BuildError
 from appliance.kernels.cpu.library import LibraryError, load_library, supported_isas
 from appliance.kernels.cpu.structs import Isa
 
-# Taken out, because the product refuses variables that begin with its name and are no settings.
+# Removed, because the product refuses unknown variables with its prefix.
 _PATH = os.environ.pop("APPLIANCE_TEST_CPU_LIBRARY", None)
 _MAX_CASES = int(os.environ.pop("APPLIANCE_TEST_CPU_CASES", "0"))
 
@@ -29,12 +29,12 @@ def _supported() -> list[Isa]:
     try:
         return supported_isas(load_library())
     except LibraryError:
-        return [Isa.SCALAR]  # the tests fail with the reason, rather than the whole collection
+        return [Isa.SCALAR]  # each test then fails with the reason, instead of the whole collection
 
 
 @pytest.fixture
 def loaded() -> Iterator[ctypes.CDLL]:
-    """The library, with whatever instruction set is in use, and will be again after the test."""
+    """The library with the current instruction set, which is restored after the test."""
     try:
         library = load_sections(Path(_PATH) if _PATH else None)
     except (BuildError, LibraryError) as error:
@@ -47,14 +47,14 @@ def loaded() -> Iterator[ctypes.CDLL]:
 
 @pytest.fixture(params=_supported(), ids=lambda isa: isa.name.lower())
 def library(request: pytest.FixtureRequest, loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with one instruction set in use."""
+    """The library, set to one instruction set."""
     use_isa(loaded, request.param)
     return loaded
 
 
 @pytest.fixture(params=[1, 3], ids=["1thread", "3threads"])
 def engine(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Iterator[int]:
-    """An ap_engine of one thread, and one of more than this machine may have cores."""
+    """An ap_engine of one thread, and one with more threads than this machine may have cores."""
     handle = library.ap_engine_create(request.param, 0)
     assert handle
     yield handle
@@ -70,7 +70,7 @@ def single(library: ctypes.CDLL) -> Iterator[int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep `_MAX_CASES` of those that call the library, spread over all cases of a function."""
+    """Keep `_MAX_CASES` of the tests that call the library, spread over all cases of a function."""
     if not _MAX_CASES:
         return
     cases = defaultdict(list)

@@ -1,4 +1,4 @@
-"""ARM's instruction sets give the bits of plain C: compiled for it here, and run in an emulator."""
+"""ARM's instruction sets give the bits of plain C: cross-compiled here, and run in an emulator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def check() -> Path:
-    """The program, beside the library with its sections; compiled anew when a source has changed.
+    """The program, with the library and its sections; compiled anew when a source has changed.
 
     It runs for a second at -O0, which compiles in a third of -O1's time.
     """

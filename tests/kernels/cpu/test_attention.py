@@ -1,4 +1,4 @@
-"""Attention over pages, against float64 over the dequantized cache."""
+"""Attention over pages, against float64 attention over the dequantized cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.kernels.cpu_pages import (
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.cpu.structs import Format, Status
 
-SPLIT = 256  # tokens; only tells which context lengths are worth trying
+SPLIT = 256  # tokens; it only shows which context lengths are worth trying
 
 
 SHAPES = [
@@ -46,7 +46,7 @@ CONTEXT_LENS = [1, 15, 16, 17, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 5, SPLIT + 2
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences in a cache, and the query rows at the end of each."""
+    """Sequences in a cache, and the query rows at the end of each sequence."""
 
     cache: Cache
     tables: list[list[int]]
@@ -55,13 +55,13 @@ class Case:
     query: NDArray[np.float32]  # (tokens, num_heads, head_dim)
 
     def attend(self, engine: int, chosen: Sequence[int] | None = None) -> NDArray[np.float32]:
-        """Attention of the chosen sequences."""
+        """The attention of the chosen sequences."""
         if self.cache.format in SEALED:
             return self.cut_at_blocks(chosen).attend_pieces(engine)
         return self.attend_pieces(engine, chosen)
 
     def cut_at_blocks(self, chosen: Sequence[int] | None) -> Case:
-        """Sequences whose rows lie in one block each, as sealed layers want them."""
+        """Sequences whose rows lie in one block each, as sealed layers require."""
         chosen = range(len(self.tables)) if chosen is None else chosen
         starts = np.cumsum([0, *self.query_lens])
         rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
@@ -120,7 +120,7 @@ class Case:
         return out
 
     def expected(self, *, opened: bool = False) -> Array:
-        """In float64; opened: as if no block were sealed."""
+        """The result in float64; `opened` reads as if no block were sealed."""
         shape = self.cache.shape
         group = shape.num_heads // shape.num_kv_heads
         outs, start = [], 0
@@ -141,7 +141,7 @@ class Case:
                 open_keys, open_values = self.cache.read(table, context, opened=True)
                 open_scores = np.einsum("rhgd,htd->hgrt", query, open_keys) * shape.scale
                 scores = np.where(own, open_scores, scores)
-                values = np.nan_to_num(values)  # of the last block, which is not full
+                values = np.nan_to_num(values)  # tokens of the last block, which is not full
             if shape.softcap:
                 scores = shape.softcap * np.tanh(scores / shape.softcap)
             seen = token <= position
@@ -199,7 +199,7 @@ def make_case(
 
 
 def relative_error(out: Array, expected: Array, *, sinks: bool = False) -> float:
-    """The worst of all heads of all rows; a row that a sink leaves little of counts as a tenth."""
+    """Worst error of a row's head; with sinks, norms below a tenth of the largest become that."""
     norms = np.linalg.norm(expected, axis=-1)
     if sinks:
         norms = np.maximum(norms, 0.1 * norms.max())
@@ -213,7 +213,7 @@ def bound(format: Format) -> float:
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 
 
-# Floats of 16 bits share all code with those of 32 but the load of a vector.
+# 16-bit floats share all code with 32-bit ones but the load of a vector.
 EVERY = {Format.F16: SHAPES[::2], Format.BF16: SHAPES[1::2]}
 CASES = [(format, shape) for format in FORMATS for shape in EVERY.get(format, SHAPES)]
 
@@ -227,7 +227,7 @@ def test_attention_is_that_over_the_dequantized_cache(
     if format is not Format.SEALED:
         assert relative_error(out, expected, sinks=shape.sinks) < bound(format)
         return
-    # The query has 8 bits there: that must cost next to nothing beside what sealing costs.
+    # The query has 8 bits there, which must cost next to nothing compared with sealing.
     sealing = np.square(case.expected(opened=True) - expected).sum()
     limit = 0.1 * sealing + np.square(1e-3 * expected).sum()
     assert np.square(out - expected).sum() < limit
@@ -237,7 +237,7 @@ def test_attention_is_that_over_the_dequantized_cache(
 def test_a_flat_softmax_loses_no_small_weights(
     library: ctypes.CDLL, single: int, format: Format
 ) -> None:
-    """Every weight is below a thousandth of the sum, and values have a common direction."""
+    """Each weight is below a thousandth of the sum, and values have a common direction."""
     case = make_case(library, single, Shape(3, 1, 64), format, [1], [3000], peak=0.05)
     assert relative_error(case.attend(single), case.expected()) < bound(format)
 
@@ -247,7 +247,7 @@ def test_a_flat_softmax_loses_no_small_weights(
 def test_a_row_is_the_same_bits_however_it_is_computed(
     library: ctypes.CDLL, engine: int, format: Format, window: int
 ) -> None:
-    """In one prefill, in chunks of any size, as a decode row; with any threads and blocks."""
+    """One prefill, chunks of any size or decode rows, with any number of threads and blocks."""
     shape = Shape(6, 2, 80, block_size=32, window=window, softcap=5.0 if window else 0.0)
     context = SPLIT + 70
     whole = make_case(library, engine, shape, format, [context], [context])
@@ -274,7 +274,7 @@ def test_a_row_is_the_same_bits_however_it_is_computed(
 
 @by_format
 def test_threads_and_split_work_do_not_change_bits(library: ctypes.CDLL, format: Format) -> None:
-    """One long sequence is shared out by splits, together with short ones that are not."""
+    """One long sequence is divided into splits, together with short ones that are not."""
     outs = []
     for threads in (1, 2, 3):
         engine = library.ap_engine_create(threads, 0)

@@ -1,4 +1,4 @@
-"""Products with GGML's types, multiplied as GGUF files store them, against exact integer sums."""
+"""Products with GGML's types, in the layout of GGUF files, against exact integer sums."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 29)
 
 
 class GuardedArena:
-    """Memory of its own for each tensor, which begins as NaN in every format."""
+    """Separate memory for each tensor, filled with NaN in every format."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []

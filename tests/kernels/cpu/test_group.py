@@ -1,4 +1,4 @@
-"""Ranks that meet in shared memory: sums are alike in all, and a rank that ends is missed."""
+"""Ranks that meet in shared memory: all get the same sums, and notice a rank that ends."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from appliance.kernels.kv_write.reference import quantize_int8
 
 
 def edge_rows(dim: int) -> NDArray[np.float32]:
-    """Tokens (n, 1, dim) with what rounding and scales stumble over."""
+    """Tokens (n, 1, dim) with the edge cases of rounding and scales."""
     random = np.random.default_rng(3)
     rows = random.standard_normal((40, dim), np.float32)
     rows[0] = 0
@@ -92,7 +92,8 @@ def test_int4_is_within_half_a_step(library: ctypes.CDLL, engine: int, dim: int)
         span = x.max(axis=-1) - x.min(axis=-1)
         highest = np.abs(x).max(axis=-1)
         step = np.maximum(span / 15, highest / 2048)
-        # float16 rounds the scale, times up to 15, and the offset, of which half a code at most
+        # float16 rounds the scale, which counts up to 15 times, and the offset, by at most half a
+        # code
         limit = step * (0.5 + 15 * 2.0**-11 + 0.5) + 1e-6
         assert (np.abs(got - x).max(axis=-1) <= limit).all()
         stored = scales[:, 2 * number].ravel()[: len(rows)]
@@ -113,7 +114,7 @@ def test_fp8_codes_are_those_of_the_torch_kernel(library: ctypes.CDLL, engine: i
     values = pages[:, 16 * 80 :].reshape(48, 80)
     x = torch.from_numpy(np.ascontiguousarray(rows[:, 0]))
     for codes, scale in zip((keys, values), cache.head_scales, strict=True):
-        # It multiplies by the inverse, as one does with a constant.
+        # The library multiplies by the inverse, as is usual for a constant.
         inverse = torch.tensor(np.float32(1) / scale)
         expected = quantize_fp8(x * inverse, torch.tensor(1.0)).numpy()
         zero = (expected & 127) == 0
@@ -138,7 +139,7 @@ def test_sealed_keys_are_those_of_the_torch_kernel(
     random = np.random.default_rng(4)
     key, value = random.standard_normal((2, 64, 2, dim), np.float32)
     key[:, :, 3] *= 50
-    key[:, 0, 5] = 7.0  # a channel that does not change
+    key[:, 0, 5] = 7.0  # a constant channel
     cache.write(engine, key, value, list(range(64)))
     opened, _ = cache.read([0, 1], 64, opened=True)
     sealed, values = cache.read([0, 1], 64)

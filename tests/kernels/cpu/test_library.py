@@ -1,4 +1,4 @@
-"""Only the library of this very package is called; every refusal says what to do."""
+"""Only this package's own library is called; every refusal says what to do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compile_fake(
     sizes: dict[str, int] = SIZES,
     leave_out: str = "",
 ) -> Path:
-    """A library that answers as it is told and has every function, but does nothing."""
+    """A library that has every function and gives set answers, but computes nothing."""
     answers = {
         "ap_abi": f"int ap_abi(void) {{ return {abi}; }}",
         "ap_build_version": f'const char *ap_build_version(void) {{ return "{version}"; }}',
@@ -143,7 +143,7 @@ def test_the_constants_are_those_of_the_header() -> None:
 def test_the_instruction_sets_are_those_that_the_compiler_sees(
     loaded: ctypes.CDLL, tmp_path: Path
 ) -> None:
-    """By its own runtime: what /proc/cpuinfo says is not so in an emulator."""
+    """The compiler's runtime decides: in an emulator /proc/cpuinfo is wrong."""
     avx2 = ["avx2", "fma", "f16c"]
     needs = {
         Isa.SCALAR: ["sse2"],
@@ -168,7 +168,7 @@ def test_the_instruction_sets_are_those_that_the_compiler_sees(
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no such moves")
 def test_nothing_relies_on_masked_moves_of_avx() -> None:
-    """An emulator, or a processor by AMD's manual, may fault on lanes that they leave out."""
+    """An emulator, or a processor by AMD's manual, may fault on lanes that the mask leaves out."""
     command = ["objdump", "--disassemble", "--no-show-raw-insn", str(build.LIBRARY)]
     code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "vfmadd" in code, "AVX2 is in it"
@@ -182,7 +182,7 @@ def test_each_supported_instruction_set_can_be_chosen(library: ctypes.CDLL) -> N
 
 
 def test_auto_takes_the_fastest(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = Isa(library.ap_current_isa())  # pretend that nothing better is there
+    best = Isa(library.ap_current_isa())  # pretend that this machine has nothing better
     supported = library.ap_isa_supported
     monkeypatch.setattr(library, "ap_isa_supported", lambda isa: isa <= best and supported(isa))
     assert select_isa(library) is best
@@ -216,7 +216,7 @@ def test_the_packages_library_is_of_these_sources() -> None:
 
 @pytest.fixture
 def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources that compile at once, in place of the real ones."""
+    """Sources that compile quickly, in place of the real ones."""
     folder = tmp_path / "src"
     folder.mkdir()
     for name in (*build.COMMON, "isa.c"):
@@ -267,7 +267,7 @@ def test_a_failed_build_says_why_and_leaves_no_library_of_other_sources(
         expected = "the C compiler failed"
     with pytest.raises(build.BuildError, match=expected):
         build.build(out)
-    assert build.is_current(out)  # it was of these sources, so nothing is lost
+    assert build.is_current(out)  # it was built from these sources, so nothing is lost
     (small_sources / "small.h").write_text("")
     with pytest.raises(build.BuildError, match="the CPU library was not compiled"):
         build.build(out)

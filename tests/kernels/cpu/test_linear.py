@@ -36,7 +36,7 @@ from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 
 @pytest.fixture
 def engine(library: ctypes.CDLL) -> Iterator[int]:
-    """Of one thread; the number of threads has its own test."""
+    """An engine of one thread; the number of threads has its own test."""
     handle = library.ap_engine_create(1, 0)
     assert handle
     yield handle
@@ -47,7 +47,7 @@ def engine(library: ctypes.CDLL) -> Iterator[int]:
 def product(
     fmt: Format, kind: Offset, scale_format: Format, group: int, width: int
 ) -> tuple[PackedWeight, Array, Array, Array]:
-    """A weight, inputs, and `exact`: the same for every instruction set."""
+    """A weight, inputs, and the exact product, which is the same for every instruction set."""
     weight = packed_weight(fmt, kind, OUTPUTS, width, group, DTYPES[scale_format])
     x = activations(ROW_COUNTS[-1], width)
     return weight, x, *exact(weight, x)
@@ -155,7 +155,7 @@ def test_dense_weights_are_sums_in_order_whatever_the_number_of_rows(
     x = activations(ROW_COUNTS[-1], in_features)
     all_rows = forward(library, engine, linear, x)
     parts = x.astype(np.float64)[:, None, :] * weight.double().numpy()[None]
-    # a sum in order has an error of at most a rounding for each of its terms
+    # the error of an ordered sum is at most a rounding for each of its terms
     share = (in_features + 1) * 2.0**-24
     assert_close(all_rows, parts.sum(-1), np.abs(parts).sum(-1), share)
     for rows in ROW_COUNTS:
@@ -165,7 +165,7 @@ def test_dense_weights_are_sums_in_order_whatever_the_number_of_rows(
 
 @pytest.mark.parametrize("fmt", [*INTEGER, *DENSE], ids=lambda f: f.name)
 def test_vector_instruction_sets_agree_bit_for_bit(library: ctypes.CDLL, fmt: Format) -> None:
-    """And a different number of threads changes nothing; plain C has no fused multiply-add."""
+    """The number of threads changes nothing either; plain C differs, without fused multiply-add."""
     integer = fmt in INTEGER
     kinds = tuple(Offset) if integer else (Offset.CENTERED,)
     here = Isa(library.ap_current_isa())
@@ -199,7 +199,7 @@ def test_vector_instruction_sets_agree_bit_for_bit(library: ctypes.CDLL, fmt: Fo
 
 @pytest.mark.parametrize("fmt", [*INTEGER, *DENSE], ids=lambda f: f.name)
 def test_more_tiles_than_are_taken_at_once(library: ctypes.CDLL, engine: int, fmt: Format) -> None:
-    """Many rows meet some tiles, then the next ones; a single row meets all of them."""
+    """Many rows take some tiles, then the next ones; a single row takes all of them."""
     outputs, width = 16 * 70 + 5, 576
     if fmt in INTEGER:
         linear = describe(fmt, outputs, width, kind=Offset.ZERO_POINT, group=32)
@@ -251,8 +251,8 @@ def test_zero_and_tiny_and_huge_groups(library: ctypes.CDLL, engine: int) -> Non
     x = activations(6, 96)
     x[0] = 0
     x[1, 32:64] = 0
-    x[2] = 1e-42  # subnormal: counts as zero
-    x[3, 1] = 1e36  # no float has this times 255 * 127: counts as not finite
+    x[2] = 1e-42  # subnormal: treated as zero
+    x[3, 1] = 1e36  # no float holds this times 255 * 127: treated as not finite
     x[4] *= np.float32(2.0**60)
     x[5] *= np.float32(2.0**-60)
     out = forward(library, engine, linear, x)

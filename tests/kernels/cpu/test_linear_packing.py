@@ -1,4 +1,4 @@
-"""What is packed into a linear of the CPU library comes back in rows; what is wrong is refused."""
+"""A packed linear of the CPU library gives its rows back; it refuses wrong sources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from appliance.kernels.cpu.structs import Format, Offset, Status
 
 @pytest.fixture
 def engine(library: ctypes.CDLL) -> Iterator[int]:
-    """Of one thread; the number of threads has its own test."""
+    """An engine of one thread; the number of threads has its own test."""
     handle = library.ap_engine_create(1, 0)
     assert handle
     yield handle
@@ -39,7 +39,7 @@ def engine(library: ctypes.CDLL) -> Iterator[int]:
 def test_rows_of_a_packed_weight_are_those_of_its_source(
     library: ctypes.CDLL, engine: int, fmt: Format, kind: Offset, dtype: torch.dtype
 ) -> None:
-    """Scales of each source format; a source group that spans several of the tiles' groups."""
+    """Covers scales of each source format, and a source group that spans several tile groups."""
     scale_format = Format.F16 if dtype == torch.float16 else Format.F32
     for group, source_group in ((32, 32), (32, 96), (64, 192), (128, 384)):
         weight = packed_weight(fmt, kind, OUTPUTS, 384 * 3 // 2 * 2, source_group, dtype)

@@ -30,7 +30,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Parts:
-    """An engine, and the memory of the linears that it is given."""
+    """An engine, and the memory of its linears."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.engine = NativeEngine(library, 2)
@@ -73,7 +73,7 @@ def test_rows_of_a_weight_are_those_of_its_matrix(parts: Parts) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 9, 300])
 def test_attention_may_look_ahead_as_far_as_back(parts: Parts, window: int) -> None:
-    """Texts longer than what is computed together, one of a single token beside them."""
+    """Some texts are longer than what is computed at once, beside one of a single token."""
     heads, dim, lengths = 2, 16, [300, 1, 37]
     struct = AttentionStruct(
         num_heads=heads,
@@ -105,7 +105,7 @@ def test_attention_may_look_ahead_as_far_as_back(parts: Parts, window: int) -> N
 
 
 def test_attention_of_one_layer_equals_the_reference(parts: Parts) -> None:
-    """Two sequences over two steps, with a window, a soft cap and sinks."""
+    """Two sequences run over two steps, with a window, a soft cap and sinks."""
     heads, kv_heads, dim, lens = 4, 2, 16, [40, 7]
     sinks = random(heads, seed=9)
     struct = AttentionStruct(

@@ -30,7 +30,7 @@ EPS = 1e-5
 
 @functools.cache
 def guarded_pages() -> tuple[mmap.mmap, int, int]:
-    """Memory that ends where reading is a fault: (it, its address, its size)."""
+    """Memory whose end is followed by an inaccessible page: (it, its address, its size)."""
     size, page = 1 << 16, mmap.PAGESIZE
     memory = mmap.mmap(-1, size + page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -41,7 +41,7 @@ def guarded_pages() -> tuple[mmap.mmap, int, int]:
 
 
 def at_the_end(x: Array) -> Array:
-    """The same array, one float before memory that must not be read, with a sentinel between."""
+    """A copy of an array that ends one float before inaccessible memory, with a sentinel there."""
     memory, _, size = guarded_pages()
     whole = np.frombuffer(memory, np.float32, count=size // 4)
     whole[-1] = 12345.0
@@ -127,7 +127,7 @@ def test_rotary_is_a_complex_product(library: ctypes.CDLL, head_dim: int, rotary
     heads = numbers(4, 3, head_dim)
     rope = RopeStruct(rotary_dim, amplitude, frequencies.ctypes.data)
     result = rotated(library, heads, rope, positions)
-    # float32 angles, as the model has them
+    # float32 angles, as the model uses
     angles = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)
     turned = (heads[..., :half] + 1j * heads[..., half:rotary_dim]) * (
         amplitude * np.exp(1j * angles)[:, None]
@@ -249,7 +249,7 @@ def test_nothing_beyond_the_last_element_is_read(library: ctypes.CDLL, width: in
 
 
 def calls_on(library: ctypes.CDLL, width: int) -> list[Callable[[Array], None]]:
-    """Each entry with some argument at the end of its memory."""
+    """Each entry point, with one of its arguments at the end of its memory."""
     other, out = numbers(width, seed=1), np.empty(width, np.float32)
 
     def norm_input(x: Array) -> None:
@@ -272,7 +272,7 @@ def calls_on(library: ctypes.CDLL, width: int) -> list[Callable[[Array], None]]:
 
 
 def test_vector_instruction_sets_agree_bit_for_bit(loaded: ctypes.CDLL) -> None:
-    """But not with the scalar path, which has no fused multiply-add."""
+    """The scalar path differs, without fused multiply-add."""
     frequencies = (10000.0 ** (-np.arange(40) / 40)).astype(np.float32)
     rope = RopeStruct(80, 1.0, frequencies.ctypes.data)
     results = []

@@ -1,4 +1,4 @@
-"""The thread pool: every chunk once, threads that sleep and end, no data race."""
+"""The thread pool: each chunk runs once, threads sleep and end, and there is no data race."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 
 PROGRAM = Path(__file__).with_name("pool_check.c")
 TSAN = ("-fsanitize=thread", "-O1", "-g")
-# What another test may have preloaded into this process must not get into the compiled program.
+# Keeps libraries that another test preloads into this process out of the compiled program.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
@@ -39,7 +39,7 @@ def exercise(engine: NativeEngine, runs: np.ndarray, count: int, nanoseconds: in
 
 
 def check_sections(engine: NativeEngine, sections: int, seed: int) -> None:
-    """Random sizes and lengths, with pauses in which the workers fall asleep now and then."""
+    """Random sizes and lengths, with pauses in which workers sometimes fall asleep."""
     chance = random.Random(seed)
     runs, expected = np.zeros(100, np.int64), np.zeros(100, np.int64)
     for _ in range(sections):
@@ -55,7 +55,7 @@ def check_sections(engine: NativeEngine, sections: int, seed: int) -> None:
 
 
 def thread_ids() -> set[str]:
-    """Those of this process; the system lists one for a moment after it has been joined."""
+    """The threads of this process; the system lists one for a moment after it has been joined."""
     return set(os.listdir("/proc/self/task"))
 
 
@@ -101,7 +101,7 @@ def test_an_engine_may_change_its_caller(loaded: ctypes.CDLL) -> None:
 
 
 def test_engines_end_with_all_their_threads(loaded: ctypes.CDLL) -> None:
-    before = thread_ids()  # some of earlier tests may still go
+    before = thread_ids()  # threads of earlier tests may still end
     runs = np.zeros(8, np.int64)
     for number in range(200):
         with pool(loaded, 1 + number % 8) as engine:

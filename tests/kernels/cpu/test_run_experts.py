@@ -1,4 +1,4 @@
-"""One layer's experts alone, for a caller whose router chose: against float32, row by row."""
+"""One layer's experts alone, for a caller with its own router: against float32, row by row."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Experts:
         return cls(engine, arena, struct, gating, linears)
 
     def of_rank(self, here: range) -> Experts:
-        """A rank's experts, of the same router."""
+        """A rank's experts, with the same router."""
         own, begin = self.struct, here.start * ctypes.sizeof(LinearStruct)
         struct = ExpertsStruct(
             router=own.router,
@@ -106,7 +106,7 @@ class Experts:
             ctypes.byref(self.gating),
             ctypes.byref(routed),
         )
-        assert torch.all(out[-1] == 7)  # nothing beyond is written
+        assert torch.all(out[-1] == 7)  # nothing else is written
         return status, out[:-1]
 
     def expected(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def test_an_expert_that_is_not_there_is_refused(loaded: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("form", ["float32", "int4"])
 def test_experts_of_several_ranks_add_up(two_threads: NativeEngine, form: str) -> None:
-    """Of the first rank's only expert, most rows say nothing."""
+    """Most rows do not choose the first rank's only expert."""
     experts = Experts.of(two_threads, form, CLAMPED_SWIGLU, gated=True)
     hidden, ids, weights = choices(33)
     _, whole = experts.run(hidden, ids, weights)

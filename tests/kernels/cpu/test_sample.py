@@ -18,7 +18,7 @@ from appliance.kernels.sampling import reference
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.kernels.sampling.rows import SamplingRows
 
-# float32 exponentials move a boundary between two tokens, and the edge of a nucleus, by so much.
+# float32 exponentials move a boundary between two tokens, and the edge of a nucleus, by this much.
 UNIFORM_STEP = 2e-6
 TOP_P_STEP = 1e-6
 LAST = 1 - 2**-53  # the largest uniform number
@@ -51,7 +51,7 @@ def with_bans(logits: Tensor) -> Tensor:
 
 
 def outlier(logits: Tensor) -> Tensor:
-    """One token far above, the others so close together that no bisection tells them apart."""
+    """One token far above the others, which are too close together for a bisection to separate."""
     logits = logits * 1e-6
     logits[len(logits) // 2] = 3.0
     return logits
@@ -76,7 +76,7 @@ TOP_PS = (0.0, 0.1, 0.9, 0.9999, 1.0)
 
 
 def settings(seed: int, vocab_size: int, count: int) -> SamplingRows:
-    """Random settings; top_k below, at and above what each way of finding it can take."""
+    """Random settings; top_k below, at and above the limit of each method that finds it."""
     random = torch.Generator().manual_seed(seed)
 
     def pick(values: tuple[float, ...]) -> list[float]:
@@ -109,7 +109,7 @@ def moved(rows: SamplingRows, uniform: float, top_p: float) -> SamplingRows:
     return SamplingRows(
         temperature=rows.temperature,
         top_k=rows.top_k,
-        # 1 is no nucleus at all, and stays it
+        # 1 means no nucleus, and remains 1
         top_p=torch.where(rows.top_p < 1, (rows.top_p + top_p).clamp(0, 1 - 2**-24), rows.top_p),
         min_p=rows.min_p,
         uniform=(rows.uniform + uniform).clamp(0, LAST),
@@ -117,7 +117,7 @@ def moved(rows: SamplingRows, uniform: float, top_p: float) -> SamplingRows:
 
 
 def assert_as_defined(logits: Tensor, rows: SamplingRows, tokens: list[int]) -> None:
-    """The reference's token, or one it takes with numbers that are rounding away."""
+    """Assert the reference's token, or one that it draws when its inputs change by a rounding."""
     expected = reference.sample(logits, rows).tolist()
     for i, (token, by_definition) in enumerate(zip(tokens, expected, strict=True)):
         if token == by_definition:
@@ -259,7 +259,7 @@ def test_a_row_depends_on_neither_neighbours_nor_threads(
 
 
 def test_vector_instruction_sets_choose_the_same(loaded: ctypes.CDLL) -> None:
-    """But not the scalar path, which has no fused multiply-add."""
+    """The scalar path differs, without fused multiply-add."""
     logits, rows = many_rows(2000, 220)
     sample = listed(NativeSampling(NativeEngine(loaded, 3)))
     found = []

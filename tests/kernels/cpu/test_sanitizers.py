@@ -1,7 +1,7 @@
-"""The C tests again, with a library that stops at the first access out of bounds or undefined step.
+"""The C tests again, with a library that stops at the first out-of-bounds access or undefined step.
 
-They run in another process, into which the sanitizers' runtimes are loaded before all else. Each
-test function runs a few of its cases per instruction set.
+They run in another process, which loads the sanitizers' runtimes first. Each test function runs a
+few of its cases per instruction set.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ pytestmark = [
 def sanitized() -> Path:
     """The library and its sections, compiled by gcc, whose runtimes `run` preloads.
 
-    What this processor cannot run is only linked, so it is compiled without them and in no time.
-    All of it is compiled anew when a source has changed.
+    Code for instruction sets that this processor lacks is only linked, so it is compiled quickly
+    and without sanitizers. All of it is compiled anew when a source has changed.
     """
     can_run = [isa.name.lower() for isa in supported_isas(load_library())]
     out = CACHED.with_name("-".join(("sanitized", *can_run))) / "library.so"
@@ -70,7 +70,7 @@ def run(
     ]
     sanitizers = {
         "LD_PRELOAD": ":".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaves much behind when it ends
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python does not free everything at exit
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     return subprocess.run(
@@ -85,7 +85,7 @@ def run(
 
 def test_the_c_tests_pass_with_sanitizers(sanitized: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    # Standard error is not captured, or a sanitizer's last words would be lost.
+    # Standard error is not captured, else a sanitizer's last words would be lost.
     options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", f"--junitxml={report}"]
     finished = run(
         ["-m", "pytest", *options, *FILES],
@@ -99,11 +99,11 @@ def test_the_c_tests_pass_with_sanitizers(sanitized: Path, tmp_path: Path) -> No
     assert ran == {path.stem for path in FILES}, "a file has no test with the library of conftest"
 
 
-@pytest.mark.timeout(0)  # what it starts has a limit of its own
+@pytest.mark.timeout(0)  # the program that it starts has a limit of its own
 def test_settings_of_a_stranger_reach_nothing_out_of_bounds(
     sanitized: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Of --header-cases, of which 50000 take eight minutes or more, by --header-seed."""
+    """Runs --header-cases from --header-seed; 50000 take eight minutes or more."""
     cases = request.config.getoption("header_cases")
     finished = run(
         [
@@ -148,7 +148,7 @@ print("survived")
 def test_a_write_past_an_array_is_found(
     sanitized: Path, loaded: ctypes.CDLL, isa: Isa, short: bool
 ) -> None:
-    """One float past 77 is the last lane of a partial vector, which is stored under a mask."""
+    """A float past 77 is the last lane of a partial vector, which a mask stores."""
     if not loaded.ap_isa_supported(isa):
         pytest.skip(f"this CPU has no {isa.name}")
     finished = run(["-c", PLANTED_OVERFLOW, sanitized, isa.name.lower(), str(77 - short)])
@@ -158,7 +158,7 @@ def test_a_write_past_an_array_is_found(
 
 
 def test_what_the_sanitizers_cannot_see_is_touched() -> None:
-    """gcc knows these intrinsics by their instruction alone, and checks no address of theirs."""
+    """gcc knows these intrinsics only as instructions, and checks none of their addresses."""
     unseen = re.compile(r"_(mask\w*(load|store)|\w*(gather|scatter|lddqu|broadcast_[sp][sd]\b))")
     found = 0
     for path in build.SOURCES.iterdir():
