@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Small models gain nothing from threads, whose barriers are slow on a busy machine."""
+    """Use one thread: small models gain nothing from more, and barriers are slow on a busy CPU."""
     before = torch.get_num_threads()
     if request.node.get_closest_marker("model") is None:
         torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name.lower())
 def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    """Each instruction set of the CPU library that this processor has, in use."""
+    """Use each instruction set of the CPU library that this processor has."""
     before = LIBRARY.ap_current_isa()
     assert LIBRARY.ap_use_isa(request.param) == 0
     yield request.param
@@ -52,8 +52,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
 def make_model() -> Callable[..., Any]:
     """A function that builds a random transformers model: `make_model(model_type, **settings)`.
 
-    Weights are large enough, and biases and norms far enough from their usual start, for every
-    part to show in the logits.
+    Weights are so large, and biases and norms so far from their initial values, that every part
+    shows in the logits.
     """
 
     def make(model_type: str, **settings: Any) -> Any:
@@ -94,5 +94,5 @@ def save(tmp_path: Path) -> Callable[[Any], Path]:
 
 @pytest.fixture
 def token_ids() -> list[int]:
-    """45 tokens: longer than any window and any original context of the small models."""
+    """45 tokens, more than any window and any original context of the small models."""
     return torch.randint(3, 97, (45,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -1,4 +1,4 @@
-"""OPT and Falcon, whose norms center the stream, against transformers in both executors."""
+"""OPT and Falcon, whose norms subtract the mean, against transformers in both executors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_both_executors_equal_transformers_however_a_prompt_is_cut(
     model.save_pretrained(tmp_path)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids])).logits[0]
-    assert expected.std() > 0.5  # a model that says something
+    assert expected.std() > 0.5  # the logits vary
     source = open_model(tmp_path)
     for backend in (REFERENCE, CPU):
         decoder = load_decoder(source, backend, torch.device("cpu"), torch.float32)

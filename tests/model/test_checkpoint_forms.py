@@ -1,4 +1,4 @@
-"""Models whose weights others quantized: every executor computes what the dense weights say."""
+"""Models that others quantized: every executor computes what the dense weights give."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_logits_are_those_of_the_dense_weights(
 ) -> None:
     quantized, dense = write_both(tmp_path, form)
     expected = logits_of(load_decoder(dense, REFERENCE, DEVICE, torch.float32), token_ids)
-    assert expected.std() > 0.5  # a model that says something
+    assert expected.std() > 0.5  # the logits vary
     theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(dense.path))
     assert quantized.num_parameters() == theirs.num_parameters()
     decoder = load_decoder(quantized, REFERENCE, DEVICE, torch.float32)
@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_dense_weights(
     share = float((found - expected).norm() / expected.norm())
     assert share < (
         1e-5 if form.weight_format == "fp8 (held as fp32)" else 0.04
-    )  # inputs of 8 bits
+    )  # activations are rounded to 8 bits
     assert native.weight_bytes <= estimate_native_bytes(quantized, torch.float32) * 1.05
     held = load_decoder(quantized, CPU, DEVICE, torch.bfloat16)
     assert held.weight_bytes <= estimate_weight_bytes(quantized, DEVICE, torch.bfloat16) * 1.05

@@ -1,7 +1,7 @@
-"""Settings that are absent, null or changed mean what transformers' classes say.
+"""Absent, null and changed settings mean what transformers' classes say.
 
-APPLIANCE_TEST_CHANGES says how many changes at random are tried of every family, and
-APPLIANCE_TEST_CHANGES_SEED which; without them some families have their turn.
+APPLIANCE_TEST_CHANGES sets how many random changes of every family are tried, and
+APPLIANCE_TEST_CHANGES_SEED which ones; without them some families are tried in turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_the_table_is_what_the_installed_classes_say() -> None:
 
 def test_every_family_is_in_the_table() -> None:
     known = json.loads(class_tables.TABLE.read_text())["classes"]
-    # The others say themselves what the class means that lies beside the weights.
+    # The other families state their class's defaults themselves.
     assert {each.model_type for each in FAMILIES if each.defaults is None} <= known.keys()
     assert {
         each.model_type for each in FAMILIES if each.defaults is not None
@@ -72,7 +72,7 @@ def test_old_names_of_layers_are_those_that_transformers_reads() -> None:
 
 
 ALL = DENSE | EXPERTS | RECURRENT | CENTERED | RELATIVES | FOLDERS
-# A model of each family and of its variants, with settings that are not those of its class.
+# A model of each family and of its variants, with settings that differ from its class's.
 MODELS = (
     "llama-yarn-scaled", "mistral-window", "ministral3", "qwen2-window", "qwen3-window-bias",
     "gemma3", "gemma4", "gemma4-small", "gemma4-unified", "granite", "phi3-window",
@@ -83,7 +83,7 @@ MODELS = (
 )  # fmt: skip
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 WIDE = {"hidden_size": 96}
-# Taken out, because the product refuses variables that begin with its name and are no settings.
+# Removed, because the product refuses unknown variables with its prefix.
 CHANGES = int(os.environ.pop("APPLIANCE_TEST_CHANGES", "0"))
 SEED = os.environ.pop("APPLIANCE_TEST_CHANGES_SEED", "1")
 CHANGED = (
@@ -119,7 +119,7 @@ def test_a_changed_setting_means_what_it_means_to_transformers(
         folder, oracle, lambda: open_model(folder).spec, lambda: ours_of(folder, token_ids)
     )
     assert "\n".join(found) == ""
-    assert compared > 6  # not all is refused
+    assert compared > 6  # some changes are accepted
 
 
 @pytest.mark.parametrize("name", sorted(MODELS) if CHANGES else CHANGED)
@@ -135,7 +135,7 @@ def test_a_setting_changed_at_random_is_refused_by_name_or_means_what_it_means_t
     assert 0 < refused < len(changes)
 
 
-# Settings that mean something where they are 0, null or absent.
+# Settings to which 0, null or absence gives a meaning.
 @pytest.mark.parametrize(
     ("name", "path"),
     [
@@ -163,7 +163,7 @@ def test_what_is_false_and_of_another_type_is_not_as_absent(
 def judged(
     model: Any, save: Callable[[Any], Path], token_ids: list[int]
 ) -> tuple[Path, Judge, dict[str, Any]]:
-    """Save a model; return its folder, what judges changes of its settings, and those."""
+    """Save a model; return its folder, a judge of changes of its settings, and its settings."""
     folder, oracle = save(model), changed_settings.Oracle(model, token_ids)
     config = json.loads((folder / "config.json").read_text())
     return folder, Judge(oracle, config, class_tables.settings_of(config["model_type"])), config
@@ -172,7 +172,7 @@ def judged(
 def faults(
     folder: Path, judge: Judge, changes: list[Change], token_ids: list[int]
 ) -> tuple[list[str], int]:
-    """Return what is wrong with what becomes of changes, and how many are refused."""
+    """Return the faults of changes, and how many changes are refused."""
     unchanged, usual = open_model(folder).spec, ours_of(folder, token_ids)
     found, refused = [], 0
     for change in changes:

@@ -1,4 +1,4 @@
-"""Reading configs: old and new spellings, and what is refused instead of ignored."""
+"""Reading configs: old and new spellings, and settings that are refused rather than ignored."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_yarn_says_for_how_many_tokens_it_is(rope: dict[str, Any], context: int)
 
 
 def test_yarn_takes_the_multiple_of_its_attention_factor_that_its_maker_gives() -> None:
-    """DeepSeek-R1-0528-Qwen3-8B's; vLLM's rule, by which it makes the usual factor 1."""
+    """The settings are DeepSeek-R1-0528-Qwen3-8B's; by vLLM's rule they make the usual factor 1."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     rope = spec_of(BASE | {"rope_scaling": yarn | {"attn_factor": 0.8782488562869419}})
     assert rope.attention_layers[0].rope.attention_factor == pytest.approx(1.0, abs=1e-6)
@@ -83,7 +83,7 @@ def test_yarn_takes_the_multiple_of_its_attention_factor_that_its_maker_gives() 
 
 
 def test_a_router_by_sigmoids_may_be_named_after_its_method() -> None:
-    """As in dots.llm1's settings; llama.cpp's converter takes it for sigmoids."""
+    """dots.llm1's settings do so; llama.cpp's converter takes it for sigmoids."""
     experts = {
         "architectures": ["Dots1ForCausalLM"],
         "model_type": "dots1",
@@ -138,7 +138,7 @@ def test_a_window_of_nothing_is_refused_as_transformers_has_no_answer(model_type
     sizes = BASE | {"sliding_window": 0, "pad_token_id": 0, "num_hidden_layers": 2}
     model = random_model(model_type, **{key: sizes[key] for key in sizes if key != "architectures"})
     with pytest.raises(RuntimeError, match="size of tensor"):
-        model(torch.tensor([[5, 6, 7]]))  # its cache keeps one token less than none
+        model(torch.tensor([[5, 6, 7]]))  # a cache of -1 tokens
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     with pytest.raises(CheckpointError, match=r"sliding_window is 0, but must be"):
         spec_of(config)
@@ -194,7 +194,7 @@ def test_what_changes_the_arithmetic_is_refused_by_name(
 
 
 def test_baichuan_13b_is_refused_for_its_alibi() -> None:
-    """Its config.json has model_max_length where the 7B models have max_position_embeddings."""
+    """Its config.json has model_max_length instead of the 7B models' max_position_embeddings."""
     settings = {**BASE, "architectures": ["BaichuanForCausalLM"], "model_max_length": 4096}
     del settings["max_position_embeddings"]
     with pytest.raises(UnsupportedModelError, match=r"max_position_embeddings .* ALiBi"):
@@ -207,7 +207,7 @@ def test_baichuan_13b_is_refused_for_its_alibi() -> None:
         {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "pretraining_tp": 4},
         {"sliding_window": None, "layer_types": ["full_attention"] * 7, "mlp_bias": False},
         {"rope_scaling": None, "rope_parameters": None, "partial_rotary_factor": 1.0},
-        # Not settings of Llama's class, in transformers or elsewhere.
+        # They are no settings of Llama's class, in transformers or elsewhere.
         {"final_logit_softcapping": 30.0, "attention_multiplier": 0.1, "use_qk_norm": True},
         {"num_local_experts": 8, "no_rope_layers": [1, 1, 0], "qkv_bias": True},
     ],
@@ -236,7 +236,7 @@ def test_a_damaged_config_is_refused(settings: dict[str, Any], message: str) -> 
 
 
 def test_a_config_without_architectures_is_of_its_model_type() -> None:
-    """transformers' AutoModelForCausalLM goes by model_type alone."""
+    """transformers' AutoModelForCausalLM selects by model_type alone."""
     nothing: list[dict[str, Any]] = [{}, {"architectures": None}, {"architectures": []}]
     for without in nothing:
         assert family_of_config({"model_type": "qwen3"} | without).name == "qwen3"

@@ -1,8 +1,8 @@
-"""Numbers of a stranger's settings: refused by name, or no trouble to whatever gets them.
+"""Numbers in a stranger's settings: refused by name, or harmless to all code that gets them.
 
-The fuzz runs what passes the door through the CPU library. `test_sanitizers` runs this file with a
-library that stops at the first access out of bounds. APPLIANCE_TEST_HEADER_CASES says how often,
-and APPLIANCE_TEST_HEADER_SEED which cases: a number gives the same ones at every run.
+The fuzz runs what is accepted in the CPU library. `test_sanitizers` runs this file with a library
+that stops at the first access out of bounds. APPLIANCE_TEST_HEADER_CASES sets the number of cases,
+and APPLIANCE_TEST_HEADER_SEED selects them: the same seed gives the same cases in every run.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
-# Taken out, because the product refuses variables that begin with its name and are no settings.
+# Removed, because the product refuses unknown variables with its prefix.
 _PATH = Path(os.environ.pop("APPLIANCE_TEST_CPU_LIBRARY", LIBRARY))
 CASES = int(os.environ.pop("APPLIANCE_TEST_HEADER_CASES", "300"))
 SEED = int(os.environ.pop("APPLIANCE_TEST_HEADER_SEED", "0"))
-MAX_WEIGHTS = 2**17  # elements of a model that is built
+MAX_WEIGHTS = 2**17  # most elements of a model that is built
 ORIGIN = "/models/stranger/config.json"
 
 EDGES = [
@@ -72,7 +72,7 @@ def family_of(model_type: str) -> Family:
 
 
 class Weights:
-    """All tensors that a spec asks for, small and never the same in two columns."""
+    """All tensors of a spec, small and never equal in two columns."""
 
     def __init__(self, spec: DecoderSpec, family: Family) -> None:
         self._shapes = {slot.name: slot.shape for slot in tensor_slots(spec, family.names)}
@@ -98,7 +98,7 @@ class Weights:
 
 
 class Header:
-    """What a family asks a GGUF file for, before its tensors."""
+    """The values that a family reads from a GGUF file before its tensors."""
 
     def __init__(self, architecture: str, settings: dict[str, Any]) -> None:
         self.path = Path("/models/stranger.gguf")
@@ -112,12 +112,12 @@ class Header:
 
 
 def run(spec: DecoderSpec, family: Family) -> str:
-    """Build the model and run some tokens through it; what executed it."""
+    """Build the model and run some tokens through it; return what executed it."""
     slots = tensor_slots(spec, family.names)
     if sum(math.prod(slot.shape) for slot in slots) > MAX_WEIGHTS or spec.vocab_size < 4:
         return "not built"
     source = ModelSource(Path("stranger"), family, {}, spec, Weights(spec, family))
-    # No more than the model has positions for: engines do not go beyond either.
+    # No more tokens than the model has positions, beyond which engines do not go either.
     tokens = [token % spec.vocab_size for token in range(3, 24)][: spec.context_length]
     ends = [min(end, len(tokens)) for end in (0, 12, 13, 21)]
     chunks = [end - begin for begin, end in pairwise(ends) if end > begin]
@@ -136,7 +136,7 @@ def run(spec: DecoderSpec, family: Family) -> str:
 
 
 def attempt(family: Family, origin: str, read: Callable[[], dict[str, Any]]) -> str:
-    """Whatever the settings are, they are refused by file, or the model runs."""
+    """Any settings are either refused, naming the file, or the model runs."""
     try:
         spec = family.spec(read(), origin)
     except ApplianceError as error:
@@ -155,7 +155,7 @@ def many(function: Callable[..., None]) -> Callable[..., None]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A model_type, and its settings with up to three that somebody has changed."""
+    """A model_type, and its settings with up to three random changes."""
     model_type = draw(st.sampled_from(sorted(OF_FAMILY)))
     config = SIZES | draw(st.sampled_from(OF_FAMILY[model_type]))
     for _ in range(draw(st.integers(0, 3))):
@@ -169,7 +169,7 @@ def configs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def check_outcomes(outcomes: Counter[str]) -> None:
-    """The fuzz was as long as asked for, and on both sides of the door."""
+    """The fuzz had enough cases, refused ones and accepted ones."""
     assert outcomes.total() >= CASES, outcomes
     assert min(outcomes["library"], outcomes["refused"]) > CASES / 20, outcomes
 
@@ -292,7 +292,7 @@ def test_a_number_out_of_range_is_named_with_its_file(changes: dict[str, Any], s
 
 
 def test_heads_of_a_width_without_elements_for_each_are_refused() -> None:
-    """Falcon's settings do not name the elements of a head."""
+    """Falcon's settings do not name the size of a head."""
     for changes in OF_FAMILY["falcon"]:
         message = refusal(changes | {"num_attention_heads": 64, "num_kv_heads": 64}, "falcon")
         assert message.startswith(ORIGIN)
@@ -302,7 +302,7 @@ def test_heads_of_a_width_without_elements_for_each_are_refused() -> None:
 
 
 def test_layers_are_counted_before_there_is_a_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of 10**9 layers would take 8 GB before any tensor is looked for."""
+    """A list of 10**9 layers would take 8 GB before any tensor is read."""
     monkeypatch.setitem(limits.RANGES, "num_hidden_layers", limits.Range(1, 3))
     for family in FAMILIES:
         changes = OF_FAMILY[family.model_type][0] | {"num_hidden_layers": 4, "sliding_window": 3}
@@ -359,7 +359,7 @@ def test_every_range_can_be_said_in_words() -> None:
 
 
 def test_the_tiny_models_are_of_all_roles() -> None:
-    """Else the fuzz would not reach what reads them."""
+    """Otherwise the fuzz would not reach the code of some roles."""
     for model_type, extras in OF_FAMILY.items():
         family = family_of(model_type)
         spec = family.spec(SIZES | extras[0], ORIGIN)

@@ -1,4 +1,4 @@
-"""The decoder's steps: cut anywhere, in any blocks and any company, they mean the same."""
+"""The decoder's steps: cuts, blocks and other sequences in the step change no result."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_int8_cache_costs_little_however_a_prompt_is_cut(
         cut = logits_of(
             decoder, token_ids, chunks=chunks, format=KVFormat.INT8, block_table=SCATTERED
         )
-        # Another last bit of a key can be another code, for a few elements in a thousand.
+        # A different last bit of a key can change its code, for a few elements in a thousand.
         assert (cut - whole).norm() < 0.25 * (whole - exact).norm()
 
 
@@ -97,7 +97,7 @@ def test_narrow_activations_stay_near_float32(
 
 
 def side_by_side(spans: list[tuple[tuple[int, ...], int, int]]) -> RaggedBatch:
-    """A step of several sequences, each a block table and the positions it runs."""
+    """A step of several sequences, each with a block table and the positions to run."""
     steps = [one_sequence(table, start, end, CPU_DEVICE) for table, start, end in spans]
     lens = tuple(step.host_query_lens[0] for step in steps)
     width = max(step.block_tables.shape[1] for step in steps)
@@ -121,7 +121,7 @@ def run(
     parts: list[Part],
     rows: list[int] | None = None,
 ) -> torch.Tensor:
-    """One step over parts of sequences."""
+    """Run one step over parts of sequences."""
     ids = [token for tokens, _, start, end in parts for token in tokens[start:end]]
     positions = [p for _, _, start, end in parts for p in range(start, end)]
     return decoder.forward(
@@ -185,7 +185,7 @@ def test_loading_reports_progress_and_lets_go_of_what_it_read(
 
     monkeypatch.setattr(source.weights, "load", watched, raising=False)
     seen: list[tuple[str, int, int]] = []
-    # Weights are stored in float32, so that each is a copy once it is laid out in bfloat16.
+    # Weights are stored in float32, so that laying each out in bfloat16 makes a copy.
     load_decoder(source, CPU, CPU_DEVICE, torch.bfloat16, lambda *args: seen.append(args))
     total = len(source.spec.layers) + 1
     assert seen == [("weights", done, total) for done in range(total + 1)]
@@ -201,5 +201,5 @@ def test_the_account_of_weights(folder: Path) -> None:
         assert decoder.weight_format == name
         count = sum(torch.Size(slot.shape).numel() for slot in source.slots())
         norms = sum(slot.shape[0] for slot in source.slots() if slot.role is Role.NORM)
-        # A head that is the embedding counts once.
+        # A tied head counts once.
         assert decoder.weight_bytes == count * dtype.itemsize + norms * (4 - dtype.itemsize)

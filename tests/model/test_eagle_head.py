@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: their numbers, the streams that they read, and heads that do not fit."""
+"""EAGLE-3 heads: their results, the streams that they read, and heads that do not fit."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_its_numbers_are_those_of_the_definition(form: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_streams_are_those_between_layers(target: str, tmp_path: Path) -> None:
-    """Of several sequences, in pieces, whichever rows go on to the head."""
+    """Several sequences run in pieces, with any rows for the head."""
     model_type, settings = TARGETS[target]
     model = write_with_layers(tmp_path, model_type, settings)
     source = open_model(tmp_path)
@@ -182,7 +182,7 @@ def write_with_layers(folder: Path, model_type: str, settings: dict[str, Any]) -
 
 
 def test_the_layers_that_it_reads(tmp_path: Path) -> None:
-    """A list by itself has layers before which it reads; in a section, layers behind which."""
+    """It reads before the layers of a top-level list, and after those of a list in a section."""
     write_target(tmp_path / "model", num_hidden_layers=10)
     source = open_model(tmp_path / "model")
     tensors = random_tensors(4, has_bias=False, has_embedding=False)

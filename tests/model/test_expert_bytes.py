@@ -1,4 +1,4 @@
-"""What a decode step reads of the experts' weights: those that its rows chose, and no others."""
+"""A decode step reads only the weights of the experts that its rows chose."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def decoder() -> object:
 
 
 def referenced_bytes(address: int) -> int:
-    """Bytes of pages of the mapping at `address` that were touched since they were cleared."""
+    """Bytes in pages of the mapping at `address` that were touched since the last reset."""
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -108,7 +108,7 @@ def referenced_bytes(address: int) -> int:
 
 
 def test_a_decode_step_reads_the_chosen_experts_only(decoder: NativeDecoder) -> None:
-    """Counted by the system, in the pages that a step of one token touches."""
+    """The system counts the pages that a step of one token touches."""
     try:
         CLEAR_REFS.write_text("1")
     except OSError:
@@ -116,7 +116,7 @@ def test_a_decode_step_reads_the_chosen_experts_only(decoder: NativeDecoder) -> 
     experts = ExpertsStruct.from_address(decoder.model.layers[0].experts)
     first = LinearStruct.from_address(experts.gate)
     expert_bytes = 3 * linear_bytes(first)
-    logits_of(decoder, [5])  # the workspace is there
+    logits_of(decoder, [5])  # allocates the workspace
     CLEAR_REFS.write_text("1")
     logits_of(decoder, [5])
     touched = referenced_bytes(first.codes)
@@ -124,7 +124,7 @@ def test_a_decode_step_reads_the_chosen_experts_only(decoder: NativeDecoder) -> 
     needed = beside + 4 * expert_bytes
     assert touched <= 1.15 * needed, (touched, needed)
     assert touched >= 4 * expert_bytes
-    assert 64 * expert_bytes > 5 * needed  # all of them would be seen
+    assert 64 * expert_bytes > 5 * needed  # reading all of them would show
 
     logits_of(decoder, list(range(60)))
-    assert referenced_bytes(first.codes) > 3 * needed  # so is what other tokens choose
+    assert referenced_bytes(first.codes) > 3 * needed  # the count includes other tokens' choices

@@ -1,4 +1,4 @@
-"""Experts streamed to a device in pieces: two CPU devices stand for both sides of the bus."""
+"""Experts streamed to a device in pieces: two CPU devices represent both sides of the bus."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PIECE = 1 << 16
 
 @pytest.fixture
 def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each copy across the bus."""
+    """The bytes of each copy across the bus."""
     found: list[int] = []
     original = expert_stream.host_bytes
 
@@ -54,7 +54,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def streaming(source: ModelSource, rows: int, piece_bytes: int = PIECE) -> Decoder:
-    """Load a decoder with all experts on the host, streamed from some rows of a step on."""
+    """Load a decoder with all experts on the host, streamed in steps of so many rows or more."""
     side = HostSide(NativeEngine(LIBRARY, 2), DEVICE, torch.float32)
     side.stream(REFERENCE, rows=rows, piece_bytes=piece_bytes)
     layers = range(len(source.spec.layers))
@@ -119,7 +119,7 @@ def test_only_steps_of_so_many_rows_stream_and_the_last_layer_never(
 
 
 def ordered(out_features: int, in_features: int, random: torch.Generator) -> LinearPart:
-    """A weight of 4 bits that reads its inputs in an order of its own, with a bias."""
+    """A 4-bit weight that reads its inputs in its own order, with a bias."""
     order = torch.randperm(in_features, generator=random).int()
     rows = torch.randperm(out_features, generator=random)
     weight = random_packed(out_features, in_features, 32).rows(rows)
@@ -161,7 +161,7 @@ def test_two_buffers_hold_the_pieces_in_turn_and_each_crosses_once_a_step(
                 share = torch.where(ids == number, shares, 0).sum(1, keepdim=True)
                 expected += share * said
             torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
-        # After the first step two of the next one's pieces have crossed already.
+        # After each step two of the next step's pieces have already crossed.
         whole = sum(one.nbytes for one in held)
-        tables = 2 * 3 * 64 * count * 3  # what is laid out beside weights: three structs each
+        tables = 2 * 3 * 64 * count * 3  # beside weights: three structs per expert
         assert (step + 1) * (whole - tables) <= sum(crossed) <= (step + 1.5) * whole + 4096

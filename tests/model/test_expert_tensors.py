@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in one tensor, inputs first, are read in pieces."""
+"""Experts that a checkpoint stores in one tensor, inputs first, are read piece by piece."""
 
 from __future__ import annotations
 

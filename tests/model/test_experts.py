@@ -48,7 +48,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_transformers(model: Any, token_ids: list[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([token_ids])).logits[0]
-    assert logits.std() > 0.5  # a model that says something
+    assert logits.std() > 0.5  # the logits vary
     return logits
 
 
@@ -70,7 +70,8 @@ def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
     assert why_unsupported(open_model(folder)) is None
     whole = logits_of(native(folder), token_ids)
     expected = by_transformers(model, token_ids)
-    # Of Step 3.7, whose logits spread by 3.1, transformers' float32 is 1.8e-4 off its own float64.
+    # For Step 3.7, whose logits have a spread of 3.1, transformers' float32 is 1.8e-4 off its own
+    # float64.
     most = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(whole, expected, atol=most, rtol=0)
     shared_out = native(folder, threads=3)
@@ -102,7 +103,7 @@ def test_equal_experts_are_chosen_as_transformers_chooses(
     save: Callable[[Any], Path],
     token_ids: list[int],
 ) -> None:
-    """Of experts whose scores are equal, it matters which ones are taken: they differ."""
+    """Experts with equal scores differ, so it matters which of them are chosen."""
     sizes = {"num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
     model = make_model("qwen3_moe", **SIZES | sizes)
     with torch.no_grad():
@@ -132,7 +133,7 @@ OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
             r"mlp_only_layers is \[7\], but must be a list of layers from 0 to 2, with",
         ),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
-        # Nothing to the class; but other code comes with the checkpoint.
+        # It means nothing to the class, but the checkpoint comes with other code.
         (OWN_CODE | {"n_group": 4}, "n_group = 4 is not supported"),
         (OWN_CODE | {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
         (OWN_CODE | {"moe_expert_capacity": 4}, r"config\.json: moe_expert_capacity = 4 is not"),

@@ -25,7 +25,7 @@ CASES = DENSE | RELATIVES | FOLDERS
 def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     """Logits of transformers (num_tokens, vocab_size), with Gemma's cap of scores applied.
 
-    transformers has the setting of Gemma 3, but passes it on only if the caller does.
+    transformers has Gemma 3's setting, but applies it only if the caller passes it.
     """
     extra = {}
     cap = getattr(model.config, "attn_logit_softcapping", None)
@@ -50,7 +50,7 @@ def our_logits(
 
 
 def assert_equal_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    assert theirs.std() > 0.5  # a model that says something
+    assert theirs.std() > 0.5  # the logits vary
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.99
 

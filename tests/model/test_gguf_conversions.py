@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter makes them of newer families, under gguf's own names."""
+"""GGUF files of newer families as llama.cpp's converter makes them, under gguf's own names."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZES = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
-GROWING = dict(EXPERTS["mistral4"][1]["rope_parameters"])  # a config adds to its own
-# As Granite 4 Micro: no recurrent layer, though their settings are there.
+GROWING = dict(EXPERTS["mistral4"][1]["rope_parameters"])  # a config adds its own settings to these
+# Like Granite 4 Micro, without recurrent layers but with their settings.
 ATTENDS = {
     "layer_types": ["full_attention"] * 3,
     "position_embedding_type": "rope",
@@ -58,7 +58,7 @@ SMALL_GEMMA4 = {
     "final_logit_softcapping": 3.0,
 }
 EQUAL_SCALES = EXPERTS["deepseek_v3"][1]["rope_parameters"] | {"mscale": 1.2}
-# What files cannot say is as in the models that there are.
+# Settings that files cannot state have the values of existing models.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", RECURRENT["qwen3_next"][1] | {"mlp_only_layers": []}),
     "mistral4": (
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS["llama4-two"][1]
         | {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3, "use_qk_norm": True},
     ),
-    # The temperature is as files cannot say it.
+    # The temperature has the value that files cannot state.
     "llama4": ("llama4_text", EXPERTS["llama4"][1] | {"floor_scale": 8192, "attn_scale": 0.1}),
     "falcon": CENTERED["falcon"],
     "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
@@ -115,7 +115,7 @@ CASES |= RELATIVES
 
 
 def pack_rows(name: str, data: Any) -> Any:
-    """8 bits for the matrices that a quantizer of llama.cpp packs."""
+    """Store the matrices that a quantizer of llama.cpp packs in 8 bits."""
     fits = data.ndim > 1 and data.shape[-1] % 32 == 0
     kept = ("ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "ffn_gate_inp", "token_embd", "rope")
     return gguf.GGMLQuantizationType.Q8_0 if fits and not any(k in name for k in kept) else None
@@ -178,13 +178,13 @@ MINICPM = {
     "logits_scaling": 64 / 256,
     "attention_multiplier": 16**-0.5,
 }
-# Labels of files whose tensors are as another architecture's: that one's type in transformers, its
-# settings, and what the file says otherwise; None: it does not say it.
+# Labels of files with the tensors of another architecture: its type in transformers, its settings,
+# and the file's different values; None: the file lacks the key.
 LABELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2vl": ("qwen2", {}, IMAGES),
     "qwen3vl": ("qwen3", {}, IMAGES),
     "qwen3vlmoe": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []}, IMAGES),
-    "internlm2": ("llama", {}, {}),  # whose converter parts its fused matrices
+    "internlm2": ("llama", {}, {}),  # its converter splits the fused matrices
     "minicpm": ("granite", MINICPM, {"attention.scale": None}),
     "qwen": ("qwen2", {"num_key_value_heads": 4}, {"feed_forward_length": 152}),
     "chatglm": ("glm", {"attention_bias": True}, {}),
@@ -199,7 +199,7 @@ LABELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         EXPERTS["mixtral"][1],
         {"expert_feed_forward_length": 76, "expert_weights_norm": True},
     ),
-    # Older files lack what all models had.
+    # Older files lack settings that all models shared.
     "minicpm old": (
         "granite",
         MINICPM,
@@ -239,7 +239,8 @@ def test_a_hybrid_with_a_block_that_predicts_further_tokens(
 
 BIASED = [
     "granite", "granite4", "ministral3", "deepseek_v3", "gemma4-small", "falcon", "nemotron_h",
-    # StarCoder 2 has them all, and transformers names modules of EXAONE 3 as Llama's.
+    # StarCoder 2 has all biases, and transformers names EXAONE 3's modules differently from
+    # Llama's.
     "qwen3_next", *(case for case in RELATIVES if case not in ("starcoder2", "exaone")),
 ]  # fmt: skip
 
@@ -248,7 +249,7 @@ BIASED = [
 def test_linears_of_every_family_may_have_biases(
     case: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """Those out of attention and of the MLP, which no family stores in another order."""
+    """The biases are those of attention and MLP, which no family reorders."""
     model = make(case, make_model)
     plain = open_model(write(tmp_path, model))
     assert isinstance(plain.weights, GGUFWeights)
@@ -279,7 +280,7 @@ def test_linears_of_every_family_may_have_biases(
 def test_packed_tensors_of_any_layout_keep_their_codes(
     case: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """Merged experts, heads of latents and rows by kind, as dequantizing first would have them."""
+    """Merged experts, latent heads and rows by kind are what dequantizing first would give."""
     path = write(tmp_path, make(case, make_model), pack_rows)
     source = open_model(path)
     packed = {s.role for s in source.slots() if source.weights.packed_bits(s.name) == 8}
@@ -367,7 +368,7 @@ def test_folders_that_are_advised_are_of_classes_that_are_served() -> None:
     named = {found[1] for found in advised if found is not None}
     assert len(named) > 20
     assert not named - classes
-    # None is left to llama.cpp whose class has the label's own name.
+    # No label is left to llama.cpp if a class has its name.
     kinds_of_text = {
         kind.replace("_", "-") for kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     }
@@ -389,6 +390,6 @@ def test_folders_that_are_advised_are_of_classes_that_are_served() -> None:
 def test_a_router_that_no_setting_names_is_known_by_the_size_of_its_model(
     settings: dict[str, int], family: str
 ) -> None:
-    """As `load_arch_hparams` of llama.cpp's deepseek2.cpp: GLM-4.7-Flash's files name none."""
+    """`load_arch_hparams` in llama.cpp's deepseek2.cpp does so: GLM-4.7-Flash's files name none."""
     metadata = {f"deepseek2.{key}": value for key, value in settings.items()}
     assert family_of_gguf(metadata | {"general.architecture": "deepseek2"}).name == family

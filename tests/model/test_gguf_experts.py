@@ -47,7 +47,7 @@ OF_EXPERTS = {
     "expert_weights_scale": ("routed_scaling_factor",),
     "leading_dense_block_count": ("first_k_dense_replace",),
 }
-# What the files of an architecture cannot say, llama.cpp decides.
+# llama.cpp decides what an architecture's files cannot state.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
     "mixtral": ("llama", {}),
@@ -85,7 +85,7 @@ def metadata(config: Any) -> dict[str, Any]:
 
 
 def stacked(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """A checkpoint's tensors with those of experts in one, as llama.cpp's converter merges them."""
+    """A checkpoint's tensors, with the experts merged as llama.cpp's converter merges them."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ def stacked(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
             is_mixtral = config.model_type == "mixtral"
             heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
             part = name.split(".")[-2]
-            if is_mixtral and part in heads:  # one half of a head after the other, to pairs
+            if is_mixtral and part in heads:  # from the two halves of a head to pairs
                 pairs = tensor.reshape(heads[part], 2, -1, tensor.shape[1]).swapaxes(1, 2)
                 tensor = pairs.reshape(tensor.shape)
             found[name] = tensor
@@ -113,7 +113,7 @@ def stacked(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def in_halves(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """gpt-oss's experts as llama.cpp's converter has them: gate and up apart, outputs first."""
+    """gpt-oss's experts in llama.cpp's layout: gate and up separate, outputs first."""
     module, suffix = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
     if suffix == "weight":
         tensor = tensor.transpose(1, 2)
@@ -130,7 +130,7 @@ def write_gguf(
     model.save_pretrained(folder / "original")
     config, found = model.config, {}
     for name, tensor in stacked(load_file(folder / "original/model.safetensors"), config).items():
-        # Converters rename these before they look in the table.
+        # Converters rename these before they look them up in the table.
         known = name.replace("e_score_correction_bias", "e_score_correction.bias")
         known += ".weight" if name.endswith("sinks") else ""
         found[known_name(known, architecture, config.num_hidden_layers)] = tensor
@@ -169,7 +169,7 @@ def test_a_gguf_file_reads_as_the_checkpoint_it_was_made_from(
 def test_packed_experts_keep_their_codes(
     case: tuple[Any, str], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """Stacked matrices in a quantized type: each expert's own rows, in the library too."""
+    """Stacked matrices in a quantized type keep each expert's own rows, in the library too."""
     model, architecture = case
     source = open_model(write_gguf(tmp_path, model, architecture, quantize="Q8_0"))
     original = open_model(tmp_path / "original")
@@ -188,7 +188,7 @@ def test_packed_experts_keep_their_codes(
     exact = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
     ours = load_native(source, NativeEngine(load_library(), 2), torch.float32)
     expected, found = logits_of(exact, token_ids), logits_of(ours, token_ids)
-    # Activations are rounded in the library, which may turn a close choice of experts at a token.
+    # The library rounds activations, which may flip a close choice of experts for a token.
     errors = (found - expected).pow(2).mean(dim=-1).sqrt() / expected.std()
     assert errors.median() < 0.02, errors
     alone = logits_of(ours, token_ids, chunks=[1] * len(token_ids))
@@ -201,7 +201,7 @@ def test_names_that_ollama_gives_to_gpt_oss_are_known(
     token_ids: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As ollama/ollama's convert_gptoss.go, which leaves out that its scaling is YaRN."""
+    """ollama/ollama's convert_gptoss.go does so, and omits that its scaling is YaRN."""
     original = write_gguf_file
     names = {"attn_output.": "attn_out.", "sinks.weight": "sinks", "post_attention_": "ffn_"}
 
@@ -227,7 +227,7 @@ def test_names_that_ollama_gives_to_gpt_oss_are_known(
 def test_experts_in_mxfp4_are_those_of_the_packed_checkpoint(
     make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """The same codes and scales in both files, and in the library the same bits from both."""
+    """Both files have the same codes and scales, and give the same bits in the library."""
     model_type, settings = EXPERTS["gpt_oss"]
     model = make_model(model_type, **SIZES | settings | {"swiglu_limit": 7.0})
     source = open_model(write_gguf(tmp_path, model, "gpt-oss", quantize="MXFP4"))
@@ -253,7 +253,7 @@ def test_experts_in_mxfp4_are_those_of_the_packed_checkpoint(
 
 
 def as_mxfp4(original: Path, folder: Path, source: ModelSource) -> Path:
-    """Write a checkpoint as OpenAI's are: experts in blocks of 16 bytes, gate and up in turns."""
+    """Write a checkpoint in OpenAI's form: experts in 16-byte blocks, gate and up interleaved."""
     folder.mkdir()
     config = json.loads((original / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}

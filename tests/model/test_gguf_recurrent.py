@@ -108,7 +108,7 @@ def converted(name: str, tensor: Tensor, config: Any) -> Tensor:
 
 
 def stored_name(name: str, architecture: str, num_layers: int) -> str:
-    # The converter renames these before it looks in the table.
+    # The converter renames these before it looks them up in the table.
     known = {
         "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
         "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
@@ -180,7 +180,7 @@ def test_a_gguf_file_reads_as_the_checkpoint_it_was_made_from(
 def test_packed_weights_keep_their_codes_and_run_in_the_library(
     case: tuple[Any, str], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """The order of a mixer's values is that of its packed columns, whose codes stay in place."""
+    """A mixer's values follow the order of its packed columns, whose codes do not move."""
     model, architecture = case
     source = open_model(write_gguf(tmp_path, model, architecture, quantize="Q8_0"))
     packed = [slot for slot in source.slots() if source.weights.packed_bits(slot.name) == 8]
@@ -191,8 +191,8 @@ def test_packed_weights_keep_their_codes_and_run_in_the_library(
     ours = load_native(source, NativeEngine(load_library(), 2), torch.float32)
     expected = logits_in_steps(exact, token_ids, [45])
     found = logits_in_steps(ours, token_ids, [45])
-    # Activations are rounded in the library, which may turn a close choice of experts at a token;
-    # another order of the values would make errors of 1.
+    # The library rounds activations, which may flip a close choice of experts for a token; values
+    # in another order would cause errors of 1.
     errors = (found - expected).pow(2).mean(dim=-1).sqrt() / expected.std()
     assert errors.median() < 0.05, errors
     assert torch.equal(logits_in_steps(ours, token_ids, [1] * 45), found)
@@ -201,7 +201,7 @@ def test_packed_weights_keep_their_codes_and_run_in_the_library(
 def test_blocks_that_predict_further_tokens_are_no_layers(
     make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Lists cover them, as llama.cpp's `recurrent_layers` in place of an interval does."""
+    """Lists include them, as llama.cpp's `recurrent_layers` does, which replaces the interval."""
     architecture, changes = CASES["qwen3_5"]
     kept = {k: v for k, v in (RECURRENT["qwen3_5"][1] | changes).items() if v is not None}
     model = make_model("qwen3_5_text", **SIZES | kept)
@@ -212,7 +212,7 @@ def test_blocks_that_predict_further_tokens_are_no_layers(
         "block_count": layers + 1,
         "nextn_predict_layers": 1,
         "attention.recurrent_layers": [*recurrent, False],
-        "full_attention_interval": layers + 1,  # which the list replaces
+        "full_attention_interval": layers + 1,  # the list replaces it
     }
     assert open_model(write_gguf(tmp_path, model, architecture, **further)).spec == plain.spec
 
@@ -220,7 +220,7 @@ def test_blocks_that_predict_further_tokens_are_no_layers(
 def test_floating_point_codes_are_put_into_the_order_of_checkpoints(
     case: tuple[Any, str], tmp_path: Path
 ) -> None:
-    """As the rows and columns of the same numbers in float32, by gguf's own reading of MXFP4."""
+    """Rows and columns equal those of the same numbers in float32, as gguf dequantizes MXFP4."""
     model, architecture = case
     path = write_gguf(tmp_path, model, architecture, quantize="MXFP4")
     values = {

@@ -1,7 +1,8 @@
-"""Keys of a GGUF file at values that change nothing, and those that llama.cpp honours.
+"""Keys of a GGUF file with values that change nothing, and keys that llama.cpp honours.
 
-The keys that a whole file has are those of llama.cpp's model saver (src/llama-model-saver.cpp),
-with its defaults (src/llama-hparams.h) for all that a Llama does not use. Logits are transformers'.
+The keys of a complete file are those of llama.cpp's model saver (src/llama-model-saver.cpp), with
+its defaults (src/llama-hparams.h) for everything that a Llama does not use. Logits are
+transformers'.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ SAVED: dict[str, Any] = {
     "kda.gate_lower_bound": -math.inf,
     "wkv.head_size": 0,
 }
-# Numbers in other types and forms than converters usually choose, and other neutral values.
+# Numbers in unusual types and forms, and other values without effect.
 FORMS: dict[str, dict[str, Any]] = {
     "saved": SAVED,
     "lists": {
@@ -190,7 +191,7 @@ YARN = {"rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 3
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN
 HEAD = {"attention.key_length": 12, "attention.value_length": 12}
 BASE = {"rope.freq_base": 50.0}
-# rope_parameters of transformers, and what says the same in a file
+# transformers' rope_parameters, and the equivalent keys of a file
 HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the older name of a linear factor": (
         {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0},
@@ -286,7 +287,7 @@ def test_a_wrong_setting_is_not_blamed_on_the_download(
 def test_an_id_of_no_token_is_no_id(
     token_id: int, make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """-1 in 32 bits, or behind the vocabulary: llama.cpp warns and takes its default."""
+    """The id is -1 in 32 bits, or past the vocabulary: llama.cpp warns and takes its default."""
     ids = {"tokenizer.ggml.bos_token_id": token_id}
     path = write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", {}, ids=ids)
     config = open_model(path).config
@@ -309,7 +310,7 @@ def test_divisors_beside_another_scaling_are_refused(
 def test_blocks_that_predict_further_tokens_are_left_out(
     make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """Lists of layers have either length: llama.cpp's saver leaves those blocks out."""
+    """Lists of layers may have either length: llama.cpp's saver leaves those blocks out."""
     model = make_model("qwen3", head_dim=12)
     tensors = gguf_tensors(model, "qwen3")
     further = {
@@ -337,7 +338,7 @@ MORE = {
     "expert_count", "expert_used_count", "final_logit_softcapping", "vocab_size",
     "nextn_predict_layers", "a_key_of_tomorrow",
 }  # fmt: skip
-# A changed size is refused by the tensor that does not have it, or by another that depends on it.
+# A changed size is refused by a tensor of another shape, or by another key that depends on it.
 ALSO = ("tensor ", "as the keys have", "rope_type")
 
 
@@ -345,7 +346,7 @@ ALSO = ("tensor ", "as the keys have", "rope_type")
 def test_a_key_changed_at_random_is_refused_by_name_or_means_what_it_means_to_transformers(
     architecture: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """Keys that transformers' reader passes over are compared by what we make of them."""
+    """For keys that transformers' reader ignores, the config that we read goes to transformers."""
     model = make_model(architecture, head_dim=12)
     base = write_gguf(tmp_path / "base.gguf", model, architecture, HEAD | {"vocab_size": 97})
     known = {key for key, own in GGUF_CONFIG_MAPPING[architecture].items() if own is not None}
@@ -360,7 +361,7 @@ def test_a_key_changed_at_random_is_refused_by_name_or_means_what_it_means_to_tr
         try:
             with_metadata(base, path, stored)
         except (TypeError, struct.error, OverflowError):
-            continue  # no file can say it
+            continue  # no file can store it
         names = [key.removeprefix(f"{architecture}.") for key in (change.key, *change.also)]
         try:
             source = open_model(path)
@@ -379,7 +380,7 @@ def test_a_key_changed_at_random_is_refused_by_name_or_means_what_it_means_to_tr
         if known.issuperset(names):
             read = load_gguf_checkpoint(str(path))["config"] | {"vocab_size": 97}
             theirs = oracle.logits(usual | read)
-        if theirs is None:  # by the type of a number, perhaps
+        if theirs is None:  # perhaps because of a number's type
             theirs = oracle.logits(usual | source.config)
         is_same = theirs is not None and torch.allclose(ours, theirs, atol=3e-4, rtol=1e-4)
         found.append("" if is_same else f"{change}: other logits")

@@ -1,8 +1,8 @@
-"""Every tensor of a GGUF file counts: optional biases are added, fused parts found, others named.
+"""Every tensor of a GGUF file is used: biases are added, fused parts found, others refused by name.
 
 The rules are those of llama.cpp's loader: `create_tensor_qkv` and the optional tensors of each
 architecture (src/llama-model.cpp, src/models), and its count of tensors at the end, which refuses a
-file with one that it did not ask for. Logits are transformers', with the biases added by hooks.
+file with unused tensors. Logits are transformers', with the biases added by hooks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MODULES = {
 }
 HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 Biased = dict[int, list[str]]  # parts with a bias, by layer
-# Each alone, in one layer alone, and several together.
+# Each part alone, in one layer alone, and several together.
 BIASED: list[Biased] = [
     *({0: [part], 1: [part], 2: [part]} for part in MODULES),
     {2: ["attn_k", "ffn_up"]},
@@ -68,7 +68,7 @@ BIASED: list[Biased] = [
 
 
 def with_biases(model: Any, architecture: str, biased: Biased) -> dict[str, Tensor]:
-    """Add a bias to a model's linears by hooks, and to its tensors under their GGUF names."""
+    """Add biases to a model's linears by hooks, and to its tensors under their GGUF names."""
     tensors = gguf_tensors(model, architecture)
     generator = torch.Generator().manual_seed(3)
     for layer, parts in biased.items():
@@ -145,7 +145,7 @@ def test_query_key_and_value_may_be_apart_where_they_are_usually_one(
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_nvfp4_is_read_with_the_factors_of_whole_weights(scaled: bool, tmp_path: Path) -> None:
-    """As llama.cpp's generic pass over `.scale`, against gguf's own dequantization."""
+    """llama.cpp applies `.scale` in a generic pass; the result equals gguf's own dequantization."""
     stored = write_llama(tmp_path / "m.gguf", ["NVFP4"], scaled=scaled, tied=False)
     plain = write_llama(tmp_path / "p.gguf", ["NVFP4"], scaled=scaled, tied=False, plain=True)
     source, expected = open_model(stored), open_model(plain)
@@ -165,7 +165,7 @@ def test_nvfp4_is_read_with_the_factors_of_whole_weights(scaled: bool, tmp_path:
 def test_both_forms_of_latent_heads_may_be_there(
     make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """ik_llama.cpp's files have the whole linear beside its halves."""
+    """ik_llama.cpp's files have the whole linear besides its halves."""
     model_type, settings = EXPERTS["deepseek_v2"]
     model = make_model(model_type, **{"head_dim": 16, "hidden_size": 64} | settings)
     model.save_pretrained(tmp_path / "original", save_original_format=False)

@@ -1,4 +1,4 @@
-"""Weights that are read without torch give the same logits, to the last bit, as torch's."""
+"""Weights that are read without torch give torch's logits, to the last bit."""
 
 from __future__ import annotations
 

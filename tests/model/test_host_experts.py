@@ -1,4 +1,4 @@
-"""Experts in host memory beside a decoder of torch, against the decoder that has them all."""
+"""Experts in host memory with a torch decoder, against the decoder that has all of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def layers_with_experts(source: ModelSource) -> list[int]:
 def split(
     source: ModelSource, layers: Collection[int], dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Load a decoder whose experts of some layers are on the host."""
+    """Load a decoder with the experts of some layers on the host."""
     side = HostSide(NativeEngine(LIBRARY, 2), DEVICE, dtype)
     return load_decoder(source, REFERENCE, DEVICE, dtype, host=side, host_layers=layers)
 
@@ -89,7 +89,7 @@ def test_logits_are_those_of_the_decoder_that_has_all_experts(
 
 
 def test_each_linear_of_an_expert_reads_its_inputs_in_an_order_of_its_own() -> None:
-    """As GPTQ's act-order stores them; even gate and up of one expert may differ."""
+    """GPTQ's act-order stores them like this; even gate and up of one expert may differ."""
     random = torch.Generator().manual_seed(0)
 
     def ordered(out_features: int, in_features: int) -> LinearPart:
@@ -111,7 +111,7 @@ def test_each_linear_of_an_expert_reads_its_inputs_in_an_order_of_its_own() -> N
         gate, up = (dense(part.weight, torch.float32) @ hidden[row] for part in expert.gate_up)
         said = dense(expert.down.weight, torch.float32) @ (functional.silu(gate) * up)
         expected[row] += shares[row, place] * said
-    assert (found - expected).norm() < 0.02 * expected.norm()  # inputs of 8 bits
+    assert (found - expected).norm() < 0.02 * expected.norm()  # activations are rounded to 8 bits
 
 
 def test_the_device_holds_no_weight_of_them(folder: Path) -> None:

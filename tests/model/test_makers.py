@@ -1,4 +1,4 @@
-"""Families that transformers has no class of, against relatives of the same arithmetic."""
+"""Families for which transformers has no class, against relatives with the same arithmetic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_makers_folder_answers_as_its_relative(
         model.lm_head.weight.data = maker.head(model.lm_head.weight.data)
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids])).logits[0]
-    # A head of unit lengths says little, in small numbers.
+    # A head of unit lengths gives small logits.
     size = float(expected.std()) if maker.head is not None else 1.0
     assert expected.std() > 0.5 * size > 0.001
     found = logits_of(decoder, token_ids) / size
@@ -63,10 +63,10 @@ def test_the_library_divides_by_the_lengths_of_a_head_too(
 
 
 def test_what_ling_leaves_out_is_as_its_published_class_has_it(tmp_path: Path) -> None:
-    """By BailingMoeConfig in inclusionAI/Ling, models/configuration_bailing_moe.py."""
+    """As BailingMoeConfig has it: inclusionAI/Ling, models/configuration_bailing_moe.py."""
     given = {"num_key_value_heads": 4, "intermediate_size": 128, "moe_intermediate_size": 64}
     kind = {"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe"}
-    config = {**kind, **given, "use_bias": False}  # the class has true, which is refused
+    config = {**kind, **given, "use_bias": False}  # the class's default is true, which is refused
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read_settings(tmp_path)
     assert found is not None

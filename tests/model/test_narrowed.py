@@ -1,4 +1,4 @@
-"""Models whose matrices are rounded to fewer bits while they are loaded."""
+"""Models whose matrices are rounded to fewer bits at load."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_native_model_answers_as_one_of_the_rounded_weights(
     torch.testing.assert_close(logits_of(decoder, token_ids), wanted, atol=1e-4, rtol=1e-4)
     native = load_native(source, NativeEngine(LIBRARY, 1), torch.float32)
     error = (logits_of(native, token_ids) - wanted).abs().mean() / wanted.std()
-    assert 0 < float(error) < 0.05  # inputs have 8 bits there
+    assert 0 < float(error) < 0.05  # activations are rounded to 8 bits there
     assert native.weight_format == "8 bits (a scale per row)"
 
 
@@ -110,7 +110,7 @@ def test_a_model_of_transformers_answers_as_one_of_the_rounded_weights(
     token_ids: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """GPT-2 stores inputs first; the experts are stored in one tensor."""
+    """GPT-2 stores inputs first, and the experts are in one tensor."""
     monkeypatch.setattr(source_module, "find_family", lambda config: None)
     model_type, settings = FALLBACKS[case]
     model = make_model(model_type, **settings)

@@ -1,5 +1,7 @@
-"""The CPU library as an executor: the same model as the torch decoder, and the same bits however
-a step is cut and whoever runs beside it."""
+"""The CPU library as an executor: it computes what the torch decoder computes.
+
+Its bits depend neither on the cuts of a step nor on what else runs in it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 CPU_DEVICE = torch.device("cpu")
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-# Each with what no other has: biases, norms of heads, windows, caps, partial rotation, odd sizes.
+# Each case has a feature that no other has: biases, norms of heads, windows, caps, partial
+# rotation, odd sizes.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
     "llama-biases": ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
@@ -110,7 +113,7 @@ def test_logits_equal_the_reference(
     exact = load_decoder(open_model(folder), REFERENCE, CPU_DEVICE, torch.float32)
     expected = logits_of(exact, token_ids)
     spread = float(expected.std())
-    assert spread > 0.5  # a model that says something
+    assert spread > 0.5  # the logits vary
     found = logits_of(native(folder), token_ids)
     torch.testing.assert_close(found, expected, atol=1e-4 * spread, rtol=0)
 
@@ -156,7 +159,7 @@ def test_no_bit_depends_on_the_neighbours(
     alone = [logits_of(decoder, tokens, format=format) for tokens in sequences]
     cache = decoder.allocate_cache(format, num_blocks=20, block_size=BLOCK_SIZE)
     tables = [(2 * i + 1, 2 * i) for i in range(8)]
-    # One more token of each in every step, and at the end two whole prompts beside the others.
+    # Each step has one more token of each, and the last one two whole prompts as well.
     joining, early = sequences[6:], sequences[:6]
     for length in range(1, 14):
         starts = [
@@ -174,7 +177,7 @@ def test_no_bit_depends_on_the_neighbours(
 
 
 def run(decoder: NativeDecoder, cache: Any, spans: list[Any], rows: Any = None) -> torch.Tensor:
-    """A step over spans of sequences: their tokens, block table, first position and end."""
+    """Run a step over spans of sequences: their tokens, block table, first position and end."""
     return decoder.forward(
         torch.tensor([token for tokens, _, start, end in spans for token in tokens[start:end]]),
         torch.tensor([p for _, _, start, end in spans for p in range(start, end)]),

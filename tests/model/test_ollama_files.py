@@ -1,7 +1,7 @@
 """Files as Ollama's own converter writes them: its keys and tensors, and vision in the same file.
 
-The keys are those of ollama/ollama's convert/*.go. Logits are those of transformers with the
-settings that the makers' config.json has.
+The keys are those of ollama/ollama's convert/*.go. Logits are transformers', with the settings of
+the makers' config.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The packaged models against transformers, which dequantizes and computes them in float32."""
+"""The packaged models against transformers, which dequantizes them and computes in float32."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NUM_TOKENS = 161  # five blocks and one token
-NUM_EXACT = 65  # where every logit has to agree, and no average is taken
+NUM_EXACT = 65  # here every logit has to agree, instead of an average
 CPU_DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """A packaged model, some text and what transformers makes of it."""
+    """A packaged model, some text and transformers' logits."""
 
     path: Path
     token_ids: list[int]
@@ -55,7 +55,7 @@ class Oracle:
     def divergence(self, ours: Tensor) -> float:
         """The mean Kullback-Leibler divergence of our logits from these.
 
-        The root of its half bounds how much of the likelihood goes to other tokens.
+        The root of half of it bounds how much likelihood moves to other tokens (Pinsker).
         """
         log_ratios = self.log_likelihoods - ours.log_softmax(-1)
         return float(self.likelihoods.mul(log_ratios).sum()) / len(ours)
@@ -72,7 +72,7 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
 
 
 def words_of(path: Path) -> list[int]:
-    """Some English in the vocabulary's longest pieces: it reads as text without a tokenizer."""
+    """English text in the vocabulary's longest pieces, which needs no tokenizer."""
     metadata = read_header(path).metadata
     ids = {piece: index for index, piece in enumerate(metadata["tokenizer.ggml.tokens"])}
     in_bytes = metadata["tokenizer.ggml.model"] == "gpt2"
@@ -92,7 +92,7 @@ def divergence(oracle: Oracle, executor: Executor[Any], format: KVFormat) -> flo
     return oracle.divergence(logits_of(executor, oracle.token_ids, chunks=chunks, format=format))
 
 
-# Each form of weights once: both backends make either dense with the same function.
+# Covers each form of weights once: both backends dequantize either with the same function.
 def test_float32_equals_transformers(oracle: Oracle) -> None:
     backend = CPU if "SmolLM2" in oracle.path.name else REFERENCE
     decoder = load_decoder(open_model(oracle.path), backend, CPU_DEVICE, torch.float32)
@@ -100,9 +100,9 @@ def test_float32_equals_transformers(oracle: Oracle) -> None:
     assert (ours - oracle.logits[:NUM_EXACT]).abs().max() <= 1e-3
 
 
-# With other last bits of bfloat16 the divergence moves by a tenth. It is 0.0011 (SmolLM2) in a
-# bfloat16 cache, 0.0019 and 0.0070 (Gemma) in an INT8 one; the perplexity of 400 tokens moves by as
-# much as all of bfloat16 costs.
+# Other last bits of bfloat16 change the divergence by a tenth. It is 0.0011 (SmolLM2) in a bfloat16
+# cache, 0.0019 and 0.0070 (Gemma) in an INT8 one; the perplexity of 400 tokens changes by as much
+# as all of bfloat16 costs.
 def test_torch_in_bfloat16_stays_near_transformers(oracle: Oracle) -> None:
     source = open_model(oracle.path)
     decoder = load_decoder(source, CPU, CPU_DEVICE, torch.bfloat16)

@@ -1,7 +1,7 @@
 """Settings of real models: opened in their real widths, and scaled down against transformers.
 
 `scripts/real_headers` tries whole folders of headers in the same two ways; `real_settings.json` has
-a header of each kind of theirs, reduced to settings (written by its option --reduce).
+a header of each kind, reduced to settings (written by its option --reduce).
 """
 
 from __future__ import annotations

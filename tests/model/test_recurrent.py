@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CPU_DEVICE = torch.device("cpu")
 CUTS = ([7, 1, 9, 20, 1, 1, 6], [1] * 45)
-FEWER_STEPS = [*[1] * 6, 25, *[1] * 6, 8]  # more single tokens than a convolution is wide
+FEWER_STEPS = [*[1] * 6, 25, *[1] * 6, 8]  # more single tokens than a convolution has taps
 
 
 @pytest.fixture(scope="module", params=RECURRENT)
@@ -61,7 +61,7 @@ def by_torch(folder: Path, backend: Backend = REFERENCE) -> Decoder:
 def by_transformers(model: Any, token_ids: list[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
-    assert logits.std() > 0.5  # a model that says something
+    assert logits.std() > 0.5  # the logits vary
     return logits
 
 
@@ -91,7 +91,7 @@ def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
 def test_sequences_in_a_step_keep_states_of_their_own(
     load: Callable[[Path], Any], folder: Path, token_ids: list[int]
 ) -> None:
-    """One goes on, one begins in a used slot, one has a single row."""
+    """One continues, one begins in a used slot, one has a single row."""
     decoder = load(folder)
     sequences = [token_ids, token_ids[::-1], token_ids[5:38]]
     alone = [logits_in_steps(decoder, tokens, [len(tokens)]) for tokens in sequences]
@@ -115,7 +115,7 @@ def test_sequences_in_a_step_keep_states_of_their_own(
 def test_a_copied_slot_goes_on_as_the_first_did(
     load: Callable[[Path], Any], folder: Path, token_ids: list[int]
 ) -> None:
-    """What fork, checkpoint and swap do: copy one row of the states."""
+    """Fork, checkpoint and swap do the same: copy one row of the states."""
     decoder = load(folder)
     whole = logits_in_steps(decoder, token_ids, [32, 13])
     cache = allocate(decoder, num_blocks=4, num_states=3)
@@ -174,7 +174,7 @@ def test_state_sizes_that_do_not_fit_are_refused_by_name(
 def test_limits_that_no_step_reaches_are_none(
     make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Makers write the largest number of 64 bits too; transformers clamps to it without effect."""
+    """Makers also write the largest 64-bit number; transformers clamps to it without effect."""
     model_type, settings = RECURRENT["bamba"]
     make_model(model_type, **SIZES | settings).save_pretrained(tmp_path)
     config, unbounded = json.loads((tmp_path / "config.json").read_text()), open_model(tmp_path)
@@ -190,7 +190,7 @@ def test_limits_that_no_step_reaches_are_none(
 def test_the_text_of_a_larger_checkpoint_is_served_without_its_draft(
     make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """As Qwen 3.5 comes: text beside a vision tower, and layers that predict further tokens."""
+    """Qwen 3.5 comes so: text beside a vision tower, and layers that predict further tokens."""
     model_type, settings = RECURRENT["qwen3_5"]
     model = make_model(model_type, **SIZES | settings)
     model.save_pretrained(tmp_path)

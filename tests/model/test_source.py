@@ -1,4 +1,4 @@
-"""Opening models: whatever is wrong with one is named before its weights are read."""
+"""Opening models: every fault is named before weights are read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_biases_of_zeros_and_scales_of_activations_are_left_out_with_a_word(
 def test_a_decoder_that_was_saved_alone_is_the_same_model(
     rebuild: Rebuild, tiny_llama: Path
 ) -> None:
-    """Embedding models such as Qwen3-Embedding have no `model.` in front of their names."""
+    """Embedding models such as Qwen3-Embedding have names without `model.`."""
 
     def strip(tensors: Tensors) -> None:
         for name in list(tensors):

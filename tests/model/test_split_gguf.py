@@ -1,4 +1,4 @@
-"""Models that gguf's own writer split over several files, next to the same model in one file."""
+"""Models that gguf's own writer split over several files, against the same model in one file."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_missing_part_is_named_by_every_door(
 
 
 def test_the_ending_may_be_in_capitals(files: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    for name in ("M.GGUF", "M.Gguf", "M"):  # without one as Ollama keeps its files
+    for name in ("M.GGUF", "M.Gguf", "M"):  # without an extension, as Ollama stores its files
         path = tmp_path / name
         shutil.copy(files[0], path)
         found = resolve_model(str(path), cache_dir=tmp_path)

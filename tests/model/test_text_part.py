@@ -51,7 +51,7 @@ def as_part(text: Path, folder: Path, prefix: str, **changes: Any) -> Path:
         for name, tensor in load_file(text / "model.safetensors").items()
     }
     tensors["model.vision_tower.encoder.layers.0.mlp.weight"] = torch.zeros(8, 8)
-    # As transformers, the files of small models have these, and nothing reads them.
+    # transformers writes these into the files of small models, and nothing reads them.
     tensors[f"{prefix}layers.2.self_attn.k_proj.weight"] = torch.zeros(8, 8)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -105,11 +105,11 @@ def test_the_text_of_a_whole_answers_as_transformers_answers(
 
 
 def assert_answers_as(model: Any, source: ModelSource, token_ids: list[int]) -> None:
-    # Llama 4's class for images runs with them only.
+    # Llama 4's image class runs only with images.
     run = model.language_model if model.config.model_type == "llama4" else model
     with torch.no_grad():
         wanted = run(input_ids=torch.tensor([token_ids])).logits[0].float()
-    assert wanted.std() > 0.5  # a model that says something
+    assert wanted.std() > 0.5  # the logits vary
     found = logits(source, token_ids)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
@@ -118,7 +118,7 @@ def assert_answers_as(model: Any, source: ModelSource, token_ids: list[int]) -> 
 def test_stacked_experts_are_read_inputs_first_as_their_makers_store_them(
     save: Callable[[Any], Path], token_ids: list[int]
 ) -> None:
-    """Qwen publishes them so; transformers turns them as it loads, and saves them turned."""
+    """Qwen publishes them like this; transformers transposes them at load, and saves them so."""
     model = whole_model("qwen3_vl_moe", WHOLES["qwen3_vl_moe"])
     file = (folder := save(model)) / "model.safetensors"
     turned = {
@@ -170,7 +170,7 @@ def test_a_text_in_its_makers_own_form_answers_as_alone(
 
 
 def in_form(text: Path, form: MakersForm) -> Path:
-    """Turn a text model's checkpoint into a whole's as its makers store it."""
+    """Turn a text model's checkpoint into that of a whole model in its makers' form."""
     settings = json.loads((text / "config.json").read_text()) | form.settings
     whole: dict[str, Any] = {"architectures": ["WholeForConditionalGeneration"], **form.whole}
     if form.section:

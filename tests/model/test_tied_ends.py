@@ -1,4 +1,4 @@
-"""Tied models whose files store a head: right is what transformers reads from the same folder."""
+"""Tied models whose files store a head: the result must be transformers' for the same folder."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ STORED = ["other values", "equal values", "head alone"]
 
 
 def store(folder: Path, what: str) -> None:
-    """Change what a tied checkpoint holds of its ends."""
+    """Change the embedding and the head that a tied checkpoint stores."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     embedding = tensors[EMBEDDING]
     tensors[HEAD] = embedding.clone()
     if what == "other values":
-        tensors[HEAD][-1] = -embedding[-1]  # one token of many
+        tensors[HEAD][-1] = -embedding[-1]  # the row of one token
     if what == "head alone":
         del tensors[EMBEDDING]
     save_file(tensors, path, {"format": "pt"})
@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(
     is_apart = what == "other values"
     assert source.spec.tied_head is not is_apart
     assert [EMBEDDING in note for note in source.notes] == [True] * is_apart
-    assert source.num_parameters() == theirs.num_parameters()  # a tied head's once
+    assert source.num_parameters() == theirs.num_parameters()  # a tied head counts once
     names = [slot.name for slot in source.slots()]
     assert names.count(EMBEDDING) == 1
     assert names.count(HEAD) == is_apart

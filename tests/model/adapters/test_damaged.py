@@ -1,4 +1,4 @@
-"""Damaged adapters: refused in our words, or read as PEFT's own loader reads them."""
+"""Damaged adapters are refused with our errors, or read as PEFT's own loader reads them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(source: ModelSource, tmp_path: Path) -> Path:
 
 
 def spoil_settings(folder: Path, dice: random.Random) -> None:
-    """Another value for a setting, or text that is no settings."""
+    """Another value for a setting, or a text that is not JSON settings."""
     file = folder / "adapter_config.json"
     text = file.read_text()
     if dice.random() < 0.3:
@@ -62,7 +62,7 @@ def spoil_settings(folder: Path, dice: random.Random) -> None:
 
 
 def spoil_header(file: Path, dice: random.Random) -> None:
-    """Another number or word in what precedes the numbers of a safetensors file."""
+    """Another number or word in the header of a safetensors file."""
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -88,7 +88,7 @@ def spoil_header(file: Path, dice: random.Random) -> None:
 
 
 def spoil_bytes(file: Path, dice: random.Random) -> None:
-    """A file that was cut, grew, or has other bytes."""
+    """A file that is truncated, extended, or has other bytes."""
     data = bytearray(file.read_bytes())
     match dice.randrange(5):
         case 0:
@@ -106,7 +106,7 @@ def spoil_bytes(file: Path, dice: random.Random) -> None:
 
 
 def read_or_refuse(path: Path, source: ModelSource) -> Adapter | None:
-    """Read an adapter; None if it was refused by an error that names it."""
+    """Read an adapter; None if an error refuses it and names it."""
     said = None
     try:
         return read_adapter(path, source, 64)

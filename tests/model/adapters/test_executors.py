@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 
-# PEFT asks for a property of transformers that is going away.
+# PEFT uses a property of transformers that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CPU_DEVICE = torch.device("cpu")
 ALL = {
@@ -63,7 +63,7 @@ def of_peft(model: Path, adapter: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 def write_for(source: ModelSource, folder: Path, left_out: str = "-") -> Path:
-    """Write an adapter of all linears that it may change, but those that have a word in names."""
+    """Write an adapter of all linears that it may change, but for names that contain a word."""
     targets = adapter_targets(source.spec, source.family.names)
     shapes = {
         name: (one.slot.shape[0], one.slot.shape[1])
@@ -90,7 +90,7 @@ def test_an_adapter_on_each_form_of_weights_is_that_of_peft(
     held = native(quantized.path)
     found = logits_of(held, token_ids, adapters=slots_with(held, quantized, [folder]))
     share = float((found - expected).norm() / expected.norm())
-    assert share < (1e-5 if form.startswith("fp8") else 0.04)  # inputs of 8 bits
+    assert share < (1e-5 if form.startswith("fp8") else 0.04)  # 8-bit activations
 
 
 def test_a_gguf_model_takes_adapters_of_peft_and_of_llama_cpp(
@@ -113,7 +113,7 @@ def test_a_gguf_model_takes_adapters_of_peft_and_of_llama_cpp(
         found = logits_of(decoder, token_ids, adapters=slots_with(decoder, source, [path]))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
         found = logits_of(held, token_ids, adapters=slots_with(held, source, [path]))
-        assert float((found - expected).norm() / expected.norm()) < 0.04  # inputs of 8 bits
+        assert float((found - expected).norm() / expected.norm()) < 0.04  # 8-bit activations
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_rows_of_an_adapter_go_where_those_of_its_linear_go(
     tmp_path: Path,
     token_ids: list[int],
 ) -> None:
-    """Checkpoints have some linears by key head, which executors have by kind."""
+    """Checkpoints order some linears by key head, executors by kind."""
     model_type, settings = model
     source = open_model(save(make_model(model_type, **settings)))
-    # PEFT takes a shared MLP of a model with experts for experts.
+    # PEFT mistakes the shared MLP of a model with experts for experts.
     folder = write_for(source, tmp_path / "adapter", left_out=".mlp.")
     assert linear in (folder / "adapter_config.json").read_text()
     expected = of_peft(source.path, folder, token_ids)
@@ -150,7 +150,7 @@ def test_rows_of_an_adapter_go_where_those_of_its_linear_go(
 
 
 def test_kld_against_merged_weights(tmp_path: Path, token_ids: list[int]) -> None:
-    """In bfloat16, as by default: factors are rounded once, and nothing else is."""
+    """It runs in bfloat16, the default: only the factors are rounded, once."""
     _, dense = write_both(tmp_path, FORMS["fp8"])
     folder = write_adapter(tmp_path / "adapter", ALL, rank=16, dtype=torch.bfloat16)
     expected = of_peft(dense.path, folder, token_ids)
@@ -170,7 +170,7 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
 def test_kld_on_packed_weights_is_that_of_the_model_itself(
     tmp_path: Path, token_ids: list[int]
 ) -> None:
-    """Against dequantized weights + BA: what diverges are the inputs of 8 bits, also without."""
+    """Only the 8-bit activations differ from dequantized weights + BA, with or without it."""
     quantized, _ = write_both(tmp_path, FORMS["awq"])
     folder = write_adapter(tmp_path / "adapter", ALL, rank=16, dtype=torch.bfloat16)
     exact = load_decoder(quantized, REFERENCE, CPU_DEVICE, torch.float32)
@@ -192,7 +192,7 @@ def test_factors_beside_packed_weights_take_a_byte_each(tmp_path: Path) -> None:
         slots = native(source.path).adapter_slots(targets, 1, 16)
         taken.append(slots.lay_out(read_adapter(folder, source, 16)).nbytes)
     numbers = sum(16 * sum(shape) for shape in ALL.values())
-    structs = taken[1] - 4 * numbers  # scales, too; the same beside packed weights
+    structs = taken[1] - 4 * numbers  # includes scales; the same beside packed weights
     assert taken[0] - structs == numbers
 
 
@@ -210,7 +210,7 @@ def mixed(tmp_path: Path) -> tuple[ModelSource, list[Path]]:
 def run_together(
     executor: Executor[Any], slots: list[int], table: AdapterSlots, rows: list[int]
 ) -> list[torch.Tensor]:
-    """Run sequences of so many rows in one step; return the logits of each."""
+    """Run sequences of so many rows each in one step; return the logits of each."""
     random = torch.Generator().manual_seed(4)
     tokens = [torch.randint(3, 97, (count,), generator=random) for count in rows]
     cache = executor.allocate_cache(KVFormat.FP32, num_blocks=len(rows), block_size=BLOCK_SIZE)
@@ -220,7 +220,7 @@ def run_together(
     if any(slot >= 0 for slot in slots):
         batch = with_adapters(batch, slots, table)
     positions = torch.cat([torch.arange(count) for count in rows])
-    # The last row of each, as when tokens are sampled: the last layer goes on with these alone.
+    # The last row of each, as in sampling: the last layer continues with only these.
     ends = torch.tensor(rows).cumsum(0) - 1
     logits = executor.forward(torch.cat(tokens), positions, batch, cache, ends)
     return list(logits)
@@ -231,7 +231,7 @@ SLOTS = [0, -1, 1, 1, 0, -1]
 
 
 def test_a_mix_in_one_step_keeps_every_bit(mixed: tuple[ModelSource, list[Path]], isa: Isa) -> None:
-    """Base rows are those without adapters beside them, adapted rows those of adapters alone."""
+    """Base rows equal those without adapters beside them, adapted rows those of adapters alone."""
     source, folders = mixed
     executor = native(source.path, threads=2)
     table = slots_with(executor, source, folders)
@@ -272,7 +272,7 @@ def test_a_slot_is_emptied_and_filled_anew(mixed: tuple[ModelSource, list[Path]]
 
 
 def test_no_rows_of_the_last_layer_are_left(mixed: tuple[ModelSource, list[Path]]) -> None:
-    """A step that only fills the cache has no row to select."""
+    """A step that only fills the cache selects no row."""
     source, folders = mixed
     assert open_model(source.path).spec == source.spec
     executor = native(source.path)

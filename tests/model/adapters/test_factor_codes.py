@@ -1,4 +1,4 @@
-"""Factors of 8 bits stand for the same product, to the precision of their codes."""
+"""8-bit factors give the same product, to the precision of their codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INPUTS = 48
 
 
 def random_place() -> PlacedFactors:
-    """Parts of 20, 3 and 16 ranks, of very different sizes; nothing is expanded from the second."""
+    """Parts of 20, 3 and 16 ranks, of very different sizes; the second one is not expanded."""
     random = torch.Generator().manual_seed(5)
     sizes = 10 ** (4 * torch.rand(39, generator=random) - 2)
     wide = torch.randn(40, 20, generator=random) / sizes[:20]
@@ -25,7 +25,7 @@ def random_place() -> PlacedFactors:
 
 
 def product(factors: PlacedFactors) -> torch.Tensor:
-    """Return what the factors add to a place of 88 outputs, (outputs, inputs)."""
+    """Return what the factors add to a place with 88 outputs, (outputs, inputs)."""
     shrink = factors.scales[:, None] * floats(factors.shrink)
     added = torch.zeros(88, INPUTS)
     for part in factors.expansions:

@@ -1,4 +1,4 @@
-"""Expressions of adapters match as PEFT's do, and end in bounded work."""
+"""Patterns of adapters match as PEFT's do, and always end after bounded work."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ FOREVER = [
     "field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"]
 )
 def test_work_ends(field: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`re` would take years for each."""
+    """`re` would take years for each pattern."""
     monkeypatch.setattr(peft_settings, "SECONDS", 0.05)
     begin = time.thread_time()
     try:

@@ -1,4 +1,4 @@
-"""Reading adapters: what PEFT and llama.cpp write is understood, all else refused with the fix."""
+"""Adapters that PEFT and llama.cpp write are read; all others are refused with the fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
 
-# PEFT asks for a property of transformers that is going away.
+# PEFT uses a property of transformers that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 SIZES = {"head_dim": 16, "num_hidden_layers": 2}
 
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_parts_are_those_of_peft(
     case: str, make_model: Callable[..., Any], source: ModelSource, tmp_path: Path
 ) -> None:
-    """Each linear's change is what PEFT adds to its weight."""
+    """The change of each linear equals what PEFT adds to its weight."""
     adapted = with_adapter(make_model("llama", **SIZES), **CASES[case])
     adapted.save_pretrained(tmp_path / "adapter")
     adapter = read_adapter(tmp_path / "adapter", source, 16)
@@ -88,7 +88,7 @@ def test_an_adapter_fits_the_text_alone_and_the_whole_whichever_it_was_trained_o
     models = {"whole": whole_model("llava", {}), "text": text_alone}
     models[served_on].save_pretrained(tmp_path / "base")
     base = open_model(tmp_path / "base")
-    # Also patterns are of the class that it was trained on.
+    # Patterns, too, apply to the class with which the adapter was trained.
     before = "language_model.layers" if trained_on == "whole" else "model.layers"
     adapted = with_adapter(
         models[trained_on],
@@ -292,7 +292,7 @@ def test_notes_and_digests(
 def test_a_gguf_adapter_has_its_rows_in_order_again(
     source: ModelSource, shapes: dict[str, tuple[int, int]], tmp_path: Path
 ) -> None:
-    """Stored as llama.cpp's converter does it: rows of B of queries and keys are permuted."""
+    """llama.cpp's converter permutes the rows of B of queries and keys."""
     folder = write_adapter(tmp_path / "adapter", shapes)
     expected = read_adapter(folder, source, 16)
     tensors = gguf_factors(source, expected.parts)

@@ -129,7 +129,7 @@ def test_a_weight_that_is_no_number_is_refused_by_name(
 
 
 def test_a_text_has_the_same_bits_alone_and_in_company(tmp_path: Path) -> None:
-    """Each text is longer than the last, so what an earlier step left in the cache is seen too."""
+    """Each text is longer than the one before, so that leftovers in the cache would show."""
     make("modernbert", tmp_path, ranks=False)
     encoder, texts = in_library(tmp_path), some_texts(300)
     together = states_of(encoder, of_one_type(texts))
@@ -238,14 +238,14 @@ def test_a_changed_setting_means_what_it_means_to_transformers(
         oracle,
         lambda: open_encoder(tmp_path).spec,
         ours_of,
-        changed_settings.HARMLESS - {"pad_token_id"},  # from which RoBERTa counts positions
+        changed_settings.HARMLESS - {"pad_token_id"},  # RoBERTa counts positions from here
     )
     assert "\n".join(found) == ""
-    assert compared > 6  # not all is refused
+    assert compared > 6  # some changes are accepted
 
 
 def test_settings_of_the_code_before_the_class_mean_the_same(tmp_path: Path) -> None:
-    """As nomic-embed-text and gte were published; transformers' class reads neither."""
+    """nomic-embed-text and gte were published like this; transformers' class reads neither."""
     make("nomic-bert", tmp_path, ranks=False)
     spec, config = open_encoder(tmp_path).spec, read_json(tmp_path / "config.json")
     older = {
@@ -290,13 +290,13 @@ def test_settings_of_the_code_before_the_class_mean_the_same(tmp_path: Path) -> 
 def test_gtes_scaling_is_that_of_its_makers_code(
     load: Callable[[Path], TextEncoder | NativeEncoder], tmp_path: Path
 ) -> None:
-    """As NTKScalingRotaryEmbedding of gte-large-en-v1.5's modeling.py has it, without mixed_b."""
+    """As NTKScalingRotaryEmbedding in gte-large-en-v1.5's modeling.py, without mixed_b."""
     oracle = make("gte", tmp_path, ranks=False).oracle
     config = read_json(tmp_path / "config.json")
     theta = config.pop("rope_parameters")["rope_theta"]
     scaling = {"rope_theta": theta, "rope_scaling": {"type": "ntk", "factor": 8.0}}
     write_json(tmp_path / "config.json", config | {"model_type": "new", **scaling})
-    width = 16  # of a head
+    width = 16  # settings of a head
     frequencies = 1.0 / ((8.0 * theta) ** (torch.arange(0, width, 2).float() / width))
     oracle.rotary_emb.inv_freq = frequencies / 8.0 ** (2 / width)
     ids = list(range(20, 90))
@@ -305,7 +305,7 @@ def test_gtes_scaling_is_that_of_its_makers_code(
 
 
 class _Gated(torch.nn.Module):
-    """Jina 2's MLP, norm included, in place of BERT's `intermediate`."""
+    """Jina 2's MLP, including its norm, in place of BERT's `intermediate`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -326,9 +326,10 @@ class _Passed(torch.nn.Module):
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_jina_2_is_bert_with_slopes_and_gates(heads: int, tmp_path: Path) -> None:
-    """transformers has no class of it: BERT's, with a mask that falls as ALiBi's paper has it.
+    """The oracle is transformers' BERT with a mask that falls as in ALiBi's paper.
 
-    Slopes of 4 heads are 1/4, 1/16, 1/64, 1/256; 6 heads have these, and 1/2 and 1/8 of 8 heads'.
+    The slopes of 4 heads are 1/4, 1/16, 1/64, 1/256; 6 heads have these, and 1/2 and 1/8 of 8
+    heads.
     """
     hidden = 16 * heads
     torch.manual_seed(3)
@@ -365,7 +366,7 @@ def test_jina_2_is_bert_with_slopes_and_gates(heads: int, tmp_path: Path) -> Non
 def test_names_of_jinas_code_are_read(
     load: Callable[[Path], TextEncoder | NativeEncoder], tmp_path: Path
 ) -> None:
-    """As jina-reranker-v2 names XLM-RoBERTa's tensors, with queries, keys and values in one."""
+    """jina-reranker-v2 names XLM-RoBERTa's tensors so, with fused queries, keys and values."""
     oracle = make("xlm-roberta", tmp_path, ranks=True).oracle
     weights = load_file(tmp_path / "model.safetensors")
     renamed: dict[str, torch.Tensor] = {}

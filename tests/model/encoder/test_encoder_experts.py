@@ -1,8 +1,8 @@
 """Nomic's encoder with experts, folder and GGUF file.
 
-transformers has no class of it: the oracle is its class of the same encoder without experts, with
-experts in place of every second MLP that compute as nomic-embed-text-v2-moe's paper (arXiv
-2502.07972) and model card say: softmax over all, the two largest not renormed, one bias of the sum.
+transformers has no class for it. The oracle is its class of the same encoder without experts, with
+experts in place of every second MLP. These follow nomic-embed-text-v2-moe's paper (arXiv
+2502.07972) and model card: softmax over all, the two largest not renormed, one bias of the sum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNT, CHOSEN, INNER, HIDDEN = 6, 2, 96, 64
-# As the published config.json names its settings.
+# The names are those of the published config.json.
 SETTINGS: dict[str, Any] = {
     "activation_function": "gelu",
     "architectures": ["NomicBertModel"],
@@ -137,7 +137,7 @@ GGUF_NAMES = {
 
 
 def test_a_file_has_the_states_of_its_description_without_the_bias(tmp_path: Path) -> None:
-    """As llama.cpp's conversion/bert.py writes it, which leaves the bias of experts out."""
+    """llama.cpp's conversion/bert.py writes it like this, without the experts' bias."""
     made, weights, experts = make_experts(tmp_path)
     tensors = {}
     for name, tensor in weights.items():

@@ -1,4 +1,4 @@
-"""Decoders that only read against transformers in float32: two-way ones, and base classes."""
+"""Decoders as encoders against transformers in float32: bidirectional ones, and base classes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_hidden_states_are_those_of_transformers(
 
 
 def judged(reader: DecoderReader | NativeEncoder, texts: list[list[int]]) -> list[float]:
-    """Return the logits of texts, which must be in the order of their lengths."""
+    """Return the logits of texts, which must be sorted by length."""
     together = of_one_type(texts)
     states = np.split(reader.hidden(together), together.starts[1:-1])
     assert reader.ranking is not None
@@ -69,7 +69,7 @@ def judged(reader: DecoderReader | NativeEncoder, texts: list[list[int]]) -> lis
     return [float(logit) for logit in reader.rank(np.stack(chosen))]
 
 
-# 0 is the padding token of those that have one.
+# 0 is the padding token of the models that have one.
 TEXTS = [[5, 6, 7], [5, 9, 0, 0], [8, 0, 3, 11, 0], [0, 0, 0, 0, 0], [*range(20, 60)]]
 
 
@@ -90,7 +90,7 @@ def test_a_head_judges_as_in_transformers(
 def test_nvidias_head_reads_means_both_ways(
     load: Callable[[Path], DecoderReader | NativeEncoder], tmp_path: Path
 ) -> None:
-    """By the description of llama-nemotron-rerank: logit = score(mean) / temperature."""
+    """llama-nemotron-rerank describes it: logit = score(mean) / temperature."""
     oracle = make_judge("llama", tmp_path)
     oracle.config.is_causal = False
     config = read_json(tmp_path / "config.json")
@@ -128,7 +128,7 @@ def test_a_changed_setting_means_what_it_means_to_transformers(name: str, tmp_pa
         lambda: torch.from_numpy(in_torch(tmp_path).hidden(texts)),
     )
     assert "\n".join(found) == ""
-    assert compared > 6  # not all is refused
+    assert compared > 6  # some changes are accepted
 
 
 def test_weights_and_workspace_are_no_more_than_planned(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_weights_and_workspace_are_no_more_than_planned(tmp_path: Path) -> None:
     source, texts = open_decoder(tmp_path), of_one_type(some_texts(200))
     decoder = in_library(tmp_path)
     planned = estimate_native_bytes(source, FLOAT32)
-    # Frequencies of rotation are not weights.
+    # Rotary frequencies are not weights.
     assert 0.7 * planned < decoder.weight_bytes <= planned + 2**12
     decoder.hidden(texts)
     most = decoder_workspace_bytes(source.spec, len(texts.ids), len(texts.lengths), 1)

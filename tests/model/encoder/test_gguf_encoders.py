@@ -1,4 +1,4 @@
-"""GGUF files of encoders against transformers' vectors of the folders that they were made from."""
+"""GGUF files of encoders against transformers' vectors of the folders from which they were made."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def in_library(path: Path) -> NativeEncoder:
 def made_folder(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     if name in FAMILIES:
         return make(name, path, ranks=False)
-    if name == "embeddinggemma":  # a file does not say which layers slide: all but every sixth
+    if name == "embeddinggemma":  # a file does not say which layers slide: all except every sixth
         kind, model, settings, longest = DECODERS[name]
         as_published = {**settings, "num_hidden_layers": 7, "layer_types": None}
         monkeypatch.setitem(DECODERS, name, (kind, model, as_published, longest))
@@ -90,7 +90,7 @@ def test_hidden_states_are_those_of_the_folder(
 def test_ollamas_first_embeddinggemma_is_read_as_its_own_program_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file names Gemma 3; what counts is ollama/ollama's llama/compat (README, table)."""
+    """The file names Gemma 3; ollama/ollama's llama/compat (README, table) decides."""
     made = made_folder("embeddinggemma", tmp_path, monkeypatch)
     plain = GGUFFile(write_encoder_gguf(tmp_path, None), in_torch=False, vocabulary=False)
     settings = {
@@ -99,7 +99,7 @@ def test_ollamas_first_embeddinggemma_is_read_as_its_own_program_reads_it(
         if key.startswith("gemma-embedding.")
     }
     eps, near = settings.pop("attention.layer_norm_rms_epsilon"), settings.pop("rope.freq_base_swa")
-    assert (eps, near) == (pytest.approx(1e-6), 10000.0)  # what the file leaves out
+    assert (eps, near) == (pytest.approx(1e-6), 10000.0)  # settings that the file leaves out
     settings["rope.global.freq_base"] = settings.pop("rope.freq_base")
     settings |= {"pooling_type": MEAN, "attention.sliding_window_pattern": [True] * 7}
     tensors = {name: torch.tensor(np.asarray(plain.load(name))) for name in plain.tensor_names()}
@@ -161,7 +161,7 @@ def test_a_head_judges_as_in_the_folder(
 
 
 def test_one_row_without_its_dimension_is_read(tmp_path: Path) -> None:
-    """As llama.cpp's quantizer writes the only type of token of BGE-M3."""
+    """llama.cpp's quantizer writes BGE-M3's only token type like this."""
     made = make("xlm-roberta", tmp_path, ranks=False)
     reader = gguf.GGUFReader(write_encoder_gguf(tmp_path))
     writer = gguf.GGUFWriter(tmp_path / "flat.gguf", "bert")

@@ -1,4 +1,4 @@
-"""Transformers' modules run every model here, also those that have a family of their own by now."""
+"""Runs every model here with transformers' modules, even if we have a family for it by now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of no family of ours: transformers' modules over our cache give its own logits."""
+"""Models without a family of ours: transformers' modules over our cache give its own logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CPU_DEVICE = torch.device("cpu")
-# Single tokens at the beginning and from the last of a block on, behind windows of 7.
+# Single tokens at the beginning, and from the last token of a block on, after windows of 7.
 CUT = [1, 1, 14, 15, 1, 1, 1, 11]
 
 
@@ -49,7 +49,7 @@ def in_torch(folder: Path, backend: Any = CPU) -> FallbackDecoder:
 def expected(model: Any, token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    assert float(logits.std()) > 0.2  # a model that says something
+    assert float(logits.std()) > 0.2  # the logits vary
     return logits
 
 
@@ -63,9 +63,9 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
     model_type, settings = FALLBACKS[case]
     model = make_model(model_type, **settings)
     folder, theirs = save(model), expected(model, token_ids)
-    model.set_experts_implementation("eager")  # the other one knows no float64
+    model.set_experts_implementation("eager")  # the other implementation has no float64
     exact = expected(model.double(), token_ids)
-    # Their own float32 is up to 1.6e-4 away, as the processor multiplies.
+    # transformers' float32 is up to 1.6e-4 away, depending on how the processor multiplies.
     tolerance = 1e-4 * max(1.0, float(exact.std())) + float((theirs - exact).abs().max())
     for decoder in (in_library(folder), in_torch(folder)):
         for chunks in (None, CUT):
@@ -113,7 +113,7 @@ def test_a_quantized_cache_gives_the_same_bits_however_a_prompt_is_cut(
 def test_sequences_of_unlike_lengths_stand_side_by_side_without_padding(
     make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
 ) -> None:
-    """A step of a decode row and two prompts: each sees its own sequence alone."""
+    """A step of a decode row and two prompts: each sees only its own sequence."""
     model_type, settings = FALLBACKS["cohere2-window"]
     model = make_model(model_type, **settings)
     folder = save(model)

@@ -77,7 +77,7 @@ def test_a_file_answers_as_the_checkpoint_it_was_made_from(
 
 
 def pack_rows(name: str, data: Any) -> Any:
-    """8 bits for what a quantizer of llama.cpp packs."""
+    """Store what a quantizer of llama.cpp packs in 8 bits."""
     kept = ("ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "altup", "token_embd")
     fits = data.ndim > 1 and data.shape[-1] % 32 == 0
     return gguf.GGMLQuantizationType.Q8_0 if fits and not any(k in name for k in kept) else None
@@ -85,7 +85,7 @@ def pack_rows(name: str, data: Any) -> Any:
 
 @pytest.mark.parametrize("label", MODELS)
 def test_packed_matrices_keep_their_codes(label: str, token_ids: list[int], tmp_path: Path) -> None:
-    """Logits are as those of a model that has gguf's own dequantized numbers."""
+    """The logits equal those of a model with gguf's own dequantized numbers."""
     model = made(label)
     path = write_file(tmp_path / "packed.gguf", label, model, pack_rows)
     source = open_model(path)
@@ -137,7 +137,7 @@ def test_a_tensor_without_a_place_is_refused_by_name(name: str, tmp_path: Path) 
 def test_a_folder_of_a_file_is_the_same_model_to_transformers(
     label: str, token_ids: list[int], tmp_path: Path
 ) -> None:
-    """As `quantize` writes it: the settings of the file, and the tensors under their own names."""
+    """`quantize` writes so: the file's settings, and the tensors under their own names."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = made(label)

@@ -1,6 +1,6 @@
-"""Sequences with caches of transformers' own classes: logits as transformers', however cut.
+"""Sequences with caches of transformers' own classes have its logits, however they are cut.
 
-All classes are tried by hand: APPLIANCE_TEST_CLASSES=all, or names of some.
+APPLIANCE_TEST_CLASSES=all, or names of some, tries all classes by hand.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
 ) -> None:
     model = made(name)
     decoder = in_library(save(model))
-    # Else RWKV's class halves weights and states as it runs, and norms add the same to less.
+    # Otherwise RWKV's class halves weights and states as it runs, while norms add the same to less.
     model.config.rescale_every = 0
     with torch.no_grad():
         wanted = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
@@ -78,7 +78,7 @@ def test_logits_equal_transformers_however_a_prompt_is_cut(
     assert decoder.several == (name not in ONE_BY_ONE)
     tolerance = 1e-4 * max(1.0, float(wanted.std()))
     cuts = (None, CUT, [len(token_ids) - 3, 1, 1, 1])
-    # With a cache Zamba 2's class bounds its time steps otherwise than without.
+    # Zamba 2's class bounds its time steps differently with a cache and without.
     for chunks in cuts[: 1 if name == "zamba2" else None]:
         found = logits_of(decoder, token_ids, chunks=chunks)
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
@@ -122,7 +122,7 @@ def test_torch_executes_it_as_well(save: Callable[[Any], Path], token_ids: list[
 
 
 class SeesAhead(torch.nn.Module):
-    """A body of transformers' form, whose rows know those behind them as well."""
+    """A module in transformers' form whose rows also see the rows after them."""
 
     def __init__(self, *, ahead: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What transformers' modules cannot be served with: refused by name, with the native families."""
+"""Models that transformers' modules cannot serve are refused by name, with the native families."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def configured(folder: Path, **settings: Any) -> Path:
             "rope_parameters.rope_type = 'dynamic'",
         ),
         ({"is_causal": False}, "both directions"),
-        # Each was accepted, and answered by how a text is cut or by other positions.
+        # Each of these was once accepted, and the answer depended on cuts or had wrong positions.
         (
             {"model_type": "bert-generation", "architectures": ["BertGenerationDecoder"]},
             "is_decoder = False",

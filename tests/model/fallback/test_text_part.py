@@ -1,4 +1,4 @@
-"""Checkpoints of which the text is a part, and which no native family covers."""
+"""Checkpoints with a text part that no native family covers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Where the layers and the head of a text lie beside an encoder of images.
+# The places of a text part's layers and head beside an image encoder.
 PLACES = {
     "now": ("model.language_model.", "lm_head."),
     "before": ("language_model.model.", "language_model.lm_head."),
@@ -35,7 +35,7 @@ PLACES = {
 def as_part(
     text: Path, place: tuple[str, str], more: dict[str, Tensor] | None = None, **changes: Any
 ) -> Path:
-    """Turn a checkpoint into that of a larger model."""
+    """Turn a checkpoint into one of a larger model."""
     settings = json.loads((text / "config.json").read_text())
     del settings["architectures"]
     config = {

@@ -1,4 +1,4 @@
-"""An adapter whose factors are divided among ranks says what it says in one process."""
+"""An adapter whose factors are divided among ranks gives the same logits as in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WIDE = {"intermediate_size": 160, "head_dim": 16, "vocab_size": 161}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-2:1": ("llama", WIDE | {"num_key_value_heads": 3}, "2:1"),
-    # Its checkpoint has queries, keys, values and gates of a key head side by side.
+    # Its checkpoint stores queries, keys, values and gates of a key head side by side.
     "qwen3_next": (
         "qwen3_next",
         RECURRENT["qwen3_next"][1]

@@ -1,4 +1,4 @@
-"""Columns of weights in every form are those of the whole weight, exactly."""
+"""Columns cut from weights in every form equal those of the whole weight exactly."""
 
 from __future__ import annotations
 

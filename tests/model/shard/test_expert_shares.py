@@ -1,4 +1,4 @@
-"""Experts are divided by columns where those are even, and by number where that is more even."""
+"""Ranks divide experts by columns if that is even, else by number if that is more even."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_fewer_experts_than_ranks_are_not_divided_by_number() -> None:
 
 
 def test_blocks_that_divide_less_evenly_than_choices_are_not_cut() -> None:
-    """Three blocks of 256 columns on two ranks: one would read two thirds of each expert."""
+    """With three blocks of 256 columns, one of two ranks would read two thirds of each expert."""
     columns = [(0, 512), (512, 768)]
     assert choose_experts(Router(128, 8), Split((1, 1)), columns) == [range(64), range(64, 128)]
     assert choose_experts(Router(128, 8), Split((2, 1)), columns) is None

@@ -1,4 +1,4 @@
-"""The parts of a model, run side by side, say what the whole model says."""
+"""The parts of a model, run concurrently, give the logits of the whole model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREE_KEY_HEADS = RECURRENT["qwen3_5"][1] | {
     "num_key_value_heads": 3,
     "linear_num_key_heads": 3,
 }
-# Each with what no other has.
+# Each case has a feature that no other has.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True}, "1:1"),
     "llama-2:1": ("llama", WIDE | {"num_key_value_heads": 3}, "2:1"),
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "2:1",
     ),
     "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1"),
-    # The ranks have parts of a group, which Mamba-2 norms as one.
+    # Each rank has a part of a group that Mamba-2 normalizes as one.
     "one group": (
         "granitemoehybrid",
         RECURRENT["granite4-dense"][1]
@@ -202,7 +202,7 @@ def test_a_quantized_cache_has_the_same_codes(
     tokens = torch.randint(3, 90, (100,), generator=torch.Generator().manual_seed(5)).tolist()
     expected = logits_of(native(folder), tokens, format=format)
     found = ranks.logits_of(tokens, format=format)
-    # A code may be another where a value lies between two.
+    # The code of a value between two codes may be either of them.
     assert float((found - expected).abs().mean()) < 2e-3 * float(expected.std())
 
 

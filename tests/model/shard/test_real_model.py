@@ -33,7 +33,7 @@ pytestmark = pytest.mark.model
 
 NUM_TEXTS, NUM_TOKENS = 16, 16  # more than one tile of rows
 TEXTS = [[1000 * text + 61 * place for place in range(NUM_TOKENS)] for text in range(1, 17)]
-CLOSE = 1e-3  # between the two best logits
+CLOSE = 1e-3  # between the logits of the two best tokens
 
 
 class DenseWeights:
@@ -72,7 +72,7 @@ def source(smollm2_gguf: Path) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def best_of_one(source: ModelSource) -> tuple[Tensor, Tensor]:
-    """The greedy token at each place, and how far the second best is behind it."""
+    """The greedy token at each place, and the margin to the second best."""
     decoder = load_native(source, NativeEngine(LIBRARY, 1), torch.float32)
     best = logits_of_all(decoder).topk(2)
     return best.indices[:, 0], best.values[:, 0] - best.values[:, 1]

@@ -1,4 +1,4 @@
-"""Shares of ranks: what they make of heads, columns and tokens, and which ones are refused."""
+"""The ranks' shares: how they divide heads, columns and tokens, and which ones are refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_all_layers_must_divide() -> None:
     ],
 )
 def test_recurrent_and_latent_heads_must_divide_too(mixer: MixerSpec, match: str) -> None:
-    """Channels of a short convolution need not."""
+    """Channels of a short convolution may divide unevenly."""
     both = model(attention(12, 12), mixer, mamba2(3, 1), ShortConvSpec(32, 3))
     with pytest.raises(ConfigError, match=match):
         check_split(both, Split((3, 1), is_exact=True))
@@ -136,7 +136,7 @@ def test_a_model_that_no_shares_divide_says_so() -> None:
 
 @pytest.mark.parametrize(("heads", "ranks"), [(32, 7), (64, 16)])
 def test_a_refusal_does_not_try_all_splits_of_many_heads(heads: int, ranks: int) -> None:
-    """There are C(63, 15) of the larger ones."""
+    """64 heads on 16 ranks have C(63, 15) splits."""
     with pytest.raises(ConfigError, match=f"{heads} heads"):
         check_split(model(attention(heads, heads)), Split((1,) * (ranks - 1) + (9,), is_exact=True))
 

@@ -1,4 +1,4 @@
-"""Runs of whole layers: which bounds make the largest run small, and which models are refused."""
+"""Runs of whole layers: which bounds minimize the largest run, and which models are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that run in turn say, bit for bit, what the whole model says."""
+"""Stages that run in turn give the logits of the whole model, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDE = {"intermediate_size": 160, "head_dim": 16, "vocab_size": 161}
-# Each with what no other has between two layers, or in one.
+# Each case has a feature, between two layers or in one, that no other has.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "llama-tied": ("llama", WIDE | {"tie_word_embeddings": True}, (0, 1, 3)),
     "llama-three": ("llama", WIDE | {"num_hidden_layers": 4}, (0, 1, 3, 4)),
@@ -65,7 +65,7 @@ def test_stages_say_what_the_whole_model_says(
 def test_a_quantized_cache_has_the_same_codes(
     format: KVFormat, make_model: Callable[..., Any], save: Callable[[Any], Path]
 ) -> None:
-    """Also where a micro-batch ends inside a block that another one seals."""
+    """This includes micro-batches that end inside a block that another one seals."""
     folder = save(make_model("llama", **WIDE | {"max_position_embeddings": 256}))
     stages = StageThreads(open_model(folder), (0, 1, 3), max_rows=128)
     tokens = torch.randint(3, 90, (100,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -79,7 +79,7 @@ def two(make_model: Callable[..., Any], save: Callable[[Any], Path]) -> StageThr
 
 
 def decode(stage: StageThread, tokens: list[int]) -> Tensor:
-    """Run a step in which each sequence has its first token."""
+    """Run a step with the first token of each sequence."""
     count = len(tokens)
     cache = stage.allocate_cache(KVFormat.FP32, num_blocks=count, block_size=16)
     blocks = [[number] for number in range(count)]

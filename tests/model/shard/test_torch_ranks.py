@@ -1,4 +1,4 @@
-"""The parts of a model that torch executes, run side by side, say what the whole model says."""
+"""The parts of a model that torch executes, run concurrently, give the whole model's logits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "1:1",
     ),
     "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1"),
-    # Mixer and MLP beside each other are summed at once.
+    # A mixer and the MLP beside it are summed together.
     "falcon-new": (
         "falcon",
         CENTERED["falcon-new"][1] | {"hidden_size": 96, "ffn_hidden_size": 160},
@@ -89,5 +89,5 @@ def test_the_parts_add_up(
     torch.testing.assert_close(ranks.logits_of(token_ids), expected, atol=1e-3, rtol=0)
     expected = logits_of(alone, token_ids, format=KVFormat.INT8)
     found = ranks.logits_of(token_ids, format=KVFormat.INT8, chunks=[7, 1, 9, 28])
-    # A code may be another where a value lies between two.
+    # The code of a value between two codes may be either of them.
     assert float((found - expected).abs().mean()) < 2e-3 * float(expected.std())
