@@ -30,7 +30,7 @@ def test_all_halves_are_widened(source: str) -> None:
 
 
 def check_rounded(source: str, kind: str, bits: Array) -> None:
-    """To integers: clamped; of NaN, 0 or the sign bit alone."""
+    """Check conversions to integers: clamped; NaN becomes 0 or the sign bit alone."""
     width = int(kind[1:])
     low = -(1 << width - 1) if kind[0] == "s" else 0
     high = low + (1 << width) - 1
@@ -49,7 +49,7 @@ def check_rounded(source: str, kind: str, bits: Array) -> None:
 
 
 def any_floats(source: str) -> Array:
-    """Bits of all sizes, of what is halfway between two halves, and of what is next to it."""
+    """Random bits, values halfway between two 16-bit numbers, and their neighbours."""
     width = {"f32": 32, "f64": 64}[source]
     random = np.random.default_rng(0)
     bits = random.integers(0, 1 << width, 4000, dtype=f"uint{width}")

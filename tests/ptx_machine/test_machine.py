@@ -69,7 +69,7 @@ def test_shared_memory_has_bounds(access: str, shared: int, fits: bool) -> None:
         launch(f"shl.b32 r1, tid, 2; {access}", shared=shared)
 
 
-# Each warp touches its neighbour's words: r1 is the own place, r2 the neighbour's.
+# Each warp accesses its neighbour's words: r1 is its own place, r2 the neighbour's.
 NEIGHBOURS = "shl.b32 r1, tid, 2; xor.b32 r2, r1, 128;"
 READ, WRITE = "ld.shared.b32 r0, [{0}];", "st.shared.b32 [{0}], tid;"
 ADD = "atom.shared.add.u32 r0, [{0}], 1;"
@@ -143,7 +143,7 @@ def test_what_another_warp_copied_is_read_after_a_barrier() -> None:
     with pytest.raises(MemoryAccessError, match="read before a barrier"):
         launch(f"{body} ld.shared.b32 r0, [r2];", uints(64), threads=64, shared=256)
     launch(f"{body} bar.sync 0; ld.shared.b32 r0, [r2];", uints(64), threads=64, shared=256)
-    # To wait after the barrier is too late for the others.
+    # Waiting after the barrier is too late for the other warps.
     late = body.replace("cp.async.wait_group", "bar.sync 0; cp.async.wait_group")
     with pytest.raises(MemoryAccessError, match="read before a barrier"):
         launch(f"{late} ld.shared.b32 r0, [r2];", uints(64), threads=64, shared=256)
@@ -157,7 +157,7 @@ def test_a_warp_meets_at_one_barrier(first: int, meets: bool) -> None:
         return
     with pytest.raises(MemoryAccessError, match="different barriers"):
         launch(body, threads=64)
-    # Those that have ended are not waited for.
+    # A barrier does not wait for warps that have ended.
     launch(body.replace("bar.sync 0; ret; there", "ret; there"), threads=64)
 
 
@@ -238,7 +238,7 @@ def test_shuffles(mode: str, segment: int) -> None:
                 "bfly": lane ^ by,
                 "idx": first | by & (segment - 1),
             }[mode]
-            # Up reads below the segment only; the others compare with its last lane.
+            # `up` reads below the segment only; the others compare with its last lane.
             is_inside = place >= first if mode == "up" else place < first + segment
             assert inside[lane] == is_inside
             assert values[lane] == 3 * (place if is_inside else lane)
@@ -328,7 +328,7 @@ def test_programs_do_not_share_their_memory() -> None:
 
 
 def aligned(words: int) -> NDArray[np.uint32]:
-    """At a multiple of 128 bytes."""
+    """A copy at a multiple of 128 bytes."""
     memory = uints(words + 32)
     return memory[-memory.ctypes.data % 128 // 4 :][:words]
 

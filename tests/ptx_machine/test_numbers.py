@@ -13,7 +13,7 @@ Integers = list[int]
 
 
 def operands(width: int, count: int, size: int = 400) -> list[Array]:
-    """Columns of extreme and of random integers, and of small ones."""
+    """Columns of extreme, of random and of small integers."""
     random = np.random.default_rng(width)
     top = 1 << width - 1
     extremes = [0, 1, 2, 7, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, 31, 32, 33, 63, 64]
@@ -33,7 +33,7 @@ def signed(value: int, width: int) -> int:
 
 
 def shifted(value: int, by: int, width: int) -> int:
-    """To the right; by all bits at most."""
+    """Shift to the right, by at most all bits."""
     return value >> min(by, width)
 
 
@@ -42,7 +42,7 @@ def divided(a: int, b: int) -> int:
 
 
 def field(value: int, start: int, length: int, width: int, *, has_sign: bool) -> int:
-    """As the PTX ISA says it, bit by bit."""
+    """A bit field as the PTX ISA defines it, bit by bit."""
     start, length, last = start & 255, length & 255, width - 1
     sign = value >> min(start + length - 1, last) & 1 if has_sign and length else 0
     bits = [
@@ -72,7 +72,7 @@ BINARY: dict[str, Model] = {
 
 
 def check(opcode: str, result: int, columns: Sequence[Array], model: Model, sign: int = 0) -> None:
-    """Against a model on Python's integers, signed ones of `sign` bits if that is not 0."""
+    """Compare with a model on Python's integers, signed ones of `sign` bits unless that is 0."""
     names = ", ".join(f"${i + 1}" for i in range(len(columns)))
     (found,) = evaluate(f"{opcode} $0, {names};", [result], *columns)
     for i, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
@@ -197,7 +197,7 @@ def test_comparisons_of_integers(kind: str) -> None:
 
 
 def floats(dtype: Any, count: int, size: int = 4000) -> list[Array]:
-    """Columns of all sizes, close to each other, special, subnormal and with few bits."""
+    """Columns of all magnitudes, close to each other, special, subnormal and with few bits."""
     random = np.random.default_rng(count)
     info = np.finfo(dtype)
     special = np.array(
@@ -217,7 +217,7 @@ def floats(dtype: Any, count: int, size: int = 4000) -> list[Array]:
 
 
 def same(found: Array, expected: Array) -> None:
-    """To the bit, but for NaN's."""
+    """Assert equality to the bit, except the bits of NaN."""
     expected = np.asarray(expected)
     values = found.view(expected.dtype)
     is_nan = np.isnan(expected)
@@ -236,7 +236,7 @@ def test_fused_products_are_rounded_once(kind: str, packed: bool) -> None:
     eps = torch.finfo(dtype).eps
     for part in (a, b, c):
         part[:1200] = (1 + torch.from_numpy(random.random(1200))).to(dtype)
-    # Next to halfway between two numbers: what is far smaller decides.
+    # Next to halfway between two numbers a far smaller addend decides.
     a[:300], b[:300] = 1 + 2 * eps, 1 + eps / 2
     c[:300] = torch.ldexp(c[:300].double(), -torch.arange(300) // 5).to(dtype)
     a[300:600] = a[300:600] * eps / 4
@@ -264,7 +264,7 @@ def test_fused_products_are_rounded_once(kind: str, packed: bool) -> None:
     ],
 )
 def test_what_is_small_decides_between_two(kind: str, a: int, b: float, least: float) -> None:
-    """A product halfway between two numbers, and a sum that a wider float would round to it."""
+    """The product is halfway between two numbers, and a wider float would round the sum to it."""
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
     width = torch.finfo(dtype).bits
     columns = torch.tensor([[a] * 3, [b] * 3, [least, -least, 0]]).to(dtype)
@@ -277,7 +277,7 @@ def test_what_is_small_decides_between_two(kind: str, a: int, b: float, least: f
 
 
 def nearest(exact: Fraction, dtype: torch.dtype) -> float:
-    """Rounded to the nearest, ties to even, by whole numbers."""
+    """Round to the nearest, ties to even, with integer arithmetic."""
     info = torch.finfo(dtype)
     if exact == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Layouts as in the PTX ISA's tables (9.7.14, 9.7.15), an element at a time."""
+"""Layouts by the PTX ISA's tables (9.7.14, 9.7.15), an element at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def matrix(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def encoded(values: Tensor, kind: str) -> Array:
-    """As unsigned integers of the elements' size."""
+    """A matrix as unsigned integers of its elements' size."""
     if kind == "tf32":  # bits that the tensor cores ignore
         return values.float().numpy().view(np.uint32) | np.uint32(0x1FFF)
     size = DTYPES[kind].itemsize
@@ -32,7 +32,7 @@ def encoded(values: Tensor, kind: str) -> Array:
 
 
 def row_of_a(group: int, i: int, each: int) -> int:
-    """Element i of a thread's A, where a register holds so many."""
+    """The row of element i of a thread's A, where a register holds so many."""
     return group + 8 * (i // each % 2)
 
 
@@ -49,7 +49,7 @@ def sum_at(group: int, place: int, i: int) -> tuple[int, int]:
 
 
 def lanes() -> Iterator[tuple[int, int, int]]:
-    """Each lane with its group and its place in that."""
+    """Each lane with its group and its place in the group."""
     for lane in range(WARP):
         yield lane, lane // 4, lane % 4
 
@@ -118,7 +118,7 @@ def test_moves_of_matrices(count: int, transposed: bool, store: bool) -> None:
     """Thread 8 i + r points to row r of matrix i, thread 4 r + c has its columns 2c and 2c + 1."""
     matrices = np.random.default_rng(count).permutation(count * 64).astype(np.uint16)
     matrices = matrices.reshape(count, 8, 8)
-    order = np.random.default_rng(9).permutation(32)  # where rows lie
+    order = np.random.default_rng(9).permutation(32)  # addresses of the rows
     memory = np.full((32, 8), 0xFFFF, np.uint16)
     memory[order[: 8 * count]] = matrices.reshape(-1, 8)
     fragments = np.zeros((WARP, 4, 2), np.uint16)
@@ -153,11 +153,11 @@ def test_moves_of_matrices(count: int, transposed: bool, store: bool) -> None:
     assert np.array_equal(held.view(np.uint16).reshape(32, 4, 2), fragments)
 
 
-SWIZZLES = {128: 1, 64: 2, 32: 3, 16: 0}  # bytes of an atom's row -> in a descriptor
+SWIZZLES = {128: 1, 64: 2, 32: 3, 16: 0}  # bytes of an atom's row -> value in a descriptor
 
 
 def swizzled(address: int, width: int) -> int:
-    """Swizzle<B, 4, 3>: bits 4 .. 4 + B - 1 flipped by those three places above."""
+    """Swizzle<B, 4, 3>: flip bits 4 .. 4 + B - 1 by those three places above."""
     for bit in range({128: 3, 64: 2, 32: 1, 16: 0}[width]):
         address ^= (address >> 7 + bit & 1) << 4 + bit
     return address
@@ -166,7 +166,7 @@ def swizzled(address: int, width: int) -> int:
 def canonical(across: int, depth: int, size: int, width: int, *, k_major: bool) -> tuple[
     list[list[int]], int, int
 ]:  # fmt: skip
-    """Bytes' places by the ISA's table of canonical layouts, leading and stride offsets.
+    """Places of bytes by the ISA's table of canonical layouts, with leading and stride offsets.
 
     T elements are 16 bytes; m and k count repetitions: m fastest where both do.
     """
@@ -189,7 +189,7 @@ def canonical(across: int, depth: int, size: int, width: int, *, k_major: bool) 
 
 
 def in_shared_memory(values: Tensor, kind: str, width: int, *, k_major: bool) -> tuple[Array, int]:
-    """Bytes of a matrix (across, depth) as wgmma wants it, and its descriptor's upper bits."""
+    """Bytes of a matrix (across, depth) in wgmma's layout, and its descriptor's upper bits."""
     across, depth = values.shape
     bits = encoded(values, kind)
     size = bits.itemsize
@@ -203,7 +203,7 @@ def in_shared_memory(values: Tensor, kind: str, width: int, *, k_major: bool) ->
 def wgmma(
     kind: str, columns: int, width: int, *, a_in: str, k_major: tuple[bool, bool], barrier: str
 ) -> tuple[Array, Tensor]:
-    """The sums that a warpgroup has, and those expected, (64, columns)."""
+    """The sums of a warpgroup, and the expected ones, (64, columns)."""
     depth = {"e4m3": 32, "tf32": 8}.get(kind, 16)
     a, b = matrix(64, depth, 1), matrix(columns, depth, 2)
     bytes_a, upper_a = in_shared_memory(a, kind, width, k_major=k_major[0])

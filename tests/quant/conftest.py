@@ -1,4 +1,4 @@
-"""A tiny llama in a folder, for tests of the whole way."""
+"""A tiny Llama in a folder, for tests of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def llama_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.fixture
 def make_llama(tmp_path: Path) -> MakeFolder:
-    """Write a random llama; arguments change its config, `tensors` replaces some weights."""
+    """Write a random Llama; arguments change its config, `tensors` replaces some weights."""
 
     def make(
         name: str = "source", *, tensors: dict[str, Tensor] | None = None, **changes: object
@@ -92,13 +92,13 @@ def make_llama(tmp_path: Path) -> MakeFolder:
 
 @pytest.fixture
 def alphabet() -> str:
-    """What the model of the fixture `model` can read; a letter's place is its token."""
+    """The characters that the model of fixture `model` can read, in the order of their tokens."""
     return ALPHABET
 
 
 @pytest.fixture
 def model(make_llama: MakeFolder) -> Path:
-    """A tiny llama that can read 50 letters and digits; some of its channels are loud."""
+    """A tiny Llama that can read 50 letters and digits; some of its channels are loud."""
     generator = torch.Generator().manual_seed(5)
     loud = torch.logspace(-0.7, 0.7, 96)[torch.randperm(96, generator=generator)].bfloat16()
     norms = [

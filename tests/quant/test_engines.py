@@ -1,4 +1,4 @@
-"""Other quantizers: called where they are there, and one clear line where they are not."""
+"""Other quantizers are called if installed; otherwise one clear line says so."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_library_that_is_not_there_is_one_line_that_says_what_to_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, missing, None)  # importing it fails
     with pytest.raises(QuantizeError, match=complaint) as caught:
         quantize_model(make_llama(), tmp_path / "out", options)
     assert "\n" not in str(caught.value)

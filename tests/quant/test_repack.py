@@ -1,4 +1,4 @@
-"""AWQ and GPTQ folders: written by quantize, or from a model that is quantized already."""
+"""AWQ and GPTQ folders: written by quantize, or from a model that is already quantized."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_format_changes_no_weight(
     make_llama: MakeFolder, tmp_path: Path, format: WeightFormat, symmetric: bool
 ) -> None:
     source = make_llama()
-    scheme = WeightScheme(4, 64, symmetric)  # 96 inputs go in groups of 32, and so must all
+    scheme = WeightScheme(4, 64, symmetric)  # 96 inputs need groups of 32, so all get them
     plain, direct, again = (tmp_path / name for name in ("plain", "direct", "again"))
     quantize_model(source, plain, QuantizeOptions(scheme))
     quantize_model(source, direct, QuantizeOptions(scheme, format=format))
@@ -89,7 +89,7 @@ def test_the_tensors_have_the_names_and_shapes_of_the_format(
     }
     assert shapes == {
         "qweight": (16, 96),  # 128 inputs, 8 of them in a word
-        "qzeros": (4, 12),  # groups of 32, as of 96 inputs elsewhere
+        "qzeros": (4, 12),  # groups of 32, because other linears have 96 inputs
         "scales": (4, 96),
         "g_idx": (128,),
     }

@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer in the shape of a Hugging Face folder."""
+"""A small byte-level tokenizer as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def native(folder: Path) -> tokenizers.Tokenizer:
-    """The same tokenizer without anything of ours around it."""
+    """The same tokenizer in the tokenizers library alone."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
     return backend

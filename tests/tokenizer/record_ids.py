@@ -1,4 +1,4 @@
-"""Record what transformers makes of some texts, for test_real_models.py to compare with.
+"""Record transformers' ids of some texts, for test_real_models.py to compare with.
 
     python tests/tokenizer/record_ids.py MODELS_DIR > tests/tokenizer/recorded_ids.json
 

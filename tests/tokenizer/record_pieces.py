@@ -41,7 +41,7 @@ WORDS = [
 ]
 ATOMS = ["the", " ", "  ", "qu", "fox", "\n", "\t", "1", "23", "中", "é", "🙂", "ﬁ", "x", "[tool]"]
 KINDS: dict[str, dict[str, Any]] = {
-    # As Llama's and Gemma's are made, and with SentencePiece's own defaults but few rules.
+    # Made like Llama's and Gemma's, and with SentencePiece's own defaults except for few rules.
     "llama": {"remove_extra_whitespaces": False, "split_digits": True},
     "gemma": {
         "remove_extra_whitespaces": False,

@@ -91,7 +91,7 @@ def compiled_splitter(source: Path, folder: Path) -> Path:
 
 
 def words_of(splitter: Path, expressions: list[str]) -> list[str]:
-    """The words of each text in the alphabet of byte-level vocabularies, with spaces between."""
+    """The words of each text in the alphabet of byte-level vocabularies, separated by spaces."""
     parts = [text.encode() for text in (*expressions, *TEXTS)]
     message = struct.pack("<II", len(expressions), len(TEXTS)) + b"".join(
         struct.pack("<I", len(part)) + part for part in parts

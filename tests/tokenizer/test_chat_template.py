@@ -15,7 +15,7 @@ from appliance.tokenizer.source import TokenizerSource
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
 
-# In the manner of several families; what they have in common is what they use of Jinja.
+# Modelled on several families, with the features of Jinja that these share.
 TEMPLATES = {
     "chatml with a default system message": """
 {%- if messages[0]['role'] != 'system' %}
@@ -113,7 +113,7 @@ def test_equals_transformers(
     chat: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
 ) -> None:
-    """The same text and the same ids as `apply_chat_template`, for chats without control tokens."""
+    """Text and ids equal `apply_chat_template`'s, for chats without control tokens."""
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=native, chat_template=TEMPLATES[name], **VARIABLES
     )

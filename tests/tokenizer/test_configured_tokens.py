@@ -1,7 +1,7 @@
-"""Tokens of a folder's small files, against AutoTokenizer of transformers on random texts.
+"""Tokens of a folder's small files, against transformers' AutoTokenizer on random texts.
 
-APPLIANCE_TEST_CHANGES says how many changes at random are tried of each case, and
-APPLIANCE_TEST_CHANGES_SEED which.
+APPLIANCE_TEST_CHANGES sets how many random changes of each case are tried, and
+APPLIANCE_TEST_CHANGES_SEED which ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.configured_tokens import CLASS_ROLES
 
 END, MARK = "<|im_end|>", "<|x|>"
-FIRST = 262  # the id behind the vocabulary of `byte_level`
+FIRST = 262  # the id after the vocabulary of `byte_level`
 ATOMS = [END, MARK, "<|named|>", "<s>", "</s>", "xyz", "ABC", "the", " the", "  ", "\n", "\t",
          "1234", "中文", "é", "e\u0301", "🙂", "\u200d", "'s", "<", "|>", " ", "T"]  # fmt: skip
 
@@ -49,7 +49,7 @@ def byte_level(
 
 
 def sentencepiece(how: str) -> tokenizers.Tokenizer:
-    """Llama's kind; `how` is a scheme of Metaspace, or "older": the normalizer of older files."""
+    """A tokenizer like Llama's; `how` is a scheme of Metaspace, or "older": the older normalizer."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "t", "h", "e", "▁t", "he", "▁the", "the", "k", "o", "▁▁"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("t", "he"), ("▁", "▁")]
@@ -86,7 +86,7 @@ def token(content: str, **flags: bool) -> dict[str, Any]:
 
 
 def unsaid(content: str, **flags: bool) -> dict[str, Any]:
-    """As special_tokens_map.json has them."""
+    """The settings that special_tokens_map.json has instead."""
     return {key: value for key, value in token(content, **flags).items() if key != "special"}
 
 
@@ -264,7 +264,7 @@ for prefix in (True, False, None):
     for how in ("older", "first", "never"):
         for legacy in (True, False):
             if prefix is None and (how, legacy) != ("first", False):
-                continue  # the class of 5.24 makes its own of it, that of 4.57 does not
+                continue  # transformers 5.24 treats it in its own way, 4.57 does not
             CASES[f"Llama {how}, legacy {legacy}, prefix {prefix}"] = (
                 sentencepiece(how),
                 {
@@ -314,8 +314,8 @@ def test_so_are_those_of_chats(split: bool, tmp_path: Path) -> None:
 
 CHANGES = int(os.environ.pop("APPLIANCE_TEST_CHANGES", "3"))
 SEED = os.environ.pop("APPLIANCE_TEST_CHANGES_SEED", "1")
-# Of what batches of training look like, which transformers checks and no prompt depends on; a class
-# by no name is none.
+# Settings for batches of training, which transformers checks but no prompt depends on; an unknown
+# class name means no class.
 UNREAD = {
     "padding_side", "truncation_side", "model_max_length", "model_input_names",
     "clean_up_tokenization_spaces", "tokenizer_class",
@@ -352,7 +352,7 @@ def test_a_setting_changed_at_random_is_refused_by_name_or_gives_the_same_ids(
         try:
             theirs = AutoTokenizer.from_pretrained(folder)
             expected = [theirs(text)["input_ids"] for text in texts]
-        except Exception:  # it raises what it likes
+        except Exception:  # it raises any kind of error
             if not UNREAD & {*keys}:
                 found.append(f"{change}: accepted, and refused by transformers")
             continue

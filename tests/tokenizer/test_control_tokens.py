@@ -82,8 +82,8 @@ def test_content_never_makes_a_control_token(
     assert [i for i in ids if i in control] == [
         i for i in tokenizer.encode_chat(harmless) if i in control
     ]
-    # Nothing is lost either: the tokens spell what the template makes of the messages, but for the
-    # space that <|end|> takes along.
+    # Nothing is lost either: the tokens spell the template's text, except for the space that
+    # <|end|> absorbs.
     assert tokenizer.chat_template is not None
     rendered = tokenizer.chat_template.render(chat)
     spelled = b"".join(map(tokenizer.token_bytes, ids)).decode()

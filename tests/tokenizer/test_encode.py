@@ -39,7 +39,7 @@ def test_control_tokens_stay_text_when_not_allowed(tokenizer: Tokenizer, text: s
 
 
 def sentencepiece(*, prepend: str) -> tokenizers.Tokenizer:
-    """A vocabulary of single characters whose space mark is put in front in one of two ways."""
+    """A character vocabulary that prepends its space mark in one of two ways."""
     pieces = ["<unk>", "\u2581", *"abcdefgh<|>xyz", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = tokenizers.Tokenizer(
         models.BPE(

@@ -184,7 +184,7 @@ def test_recommended_sampling_is_read(make_folder: MakeFolder, tmp_path: Path) -
 def test_texts_end_as_gtes_own_class_ends_them(
     make_folder: MakeFolder, tmp_path: Path, ends: bool
 ) -> None:
-    """As gte-Qwen2-1.5B-instruct has it: a class of its own beside a plain tokenizer.json."""
+    """gte-Qwen2-1.5B-instruct has a class of its own beside a plain tokenizer.json."""
     own = ["tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"]
     make_folder(
         tmp_path, eos_token="<|im_end|>", add_eos_token=True, auto_map={"AutoTokenizer": own[:ends]}

@@ -14,7 +14,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 def write(path: Path, *, architecture: str = "llama", **fields: Any) -> Path:
-    """A GGUF file with nothing but a tokenizer; fields are named as after `tokenizer.ggml.`."""
+    """Write a GGUF file with only a tokenizer; fields are named without `tokenizer.ggml.`."""
     writer = gguf.GGUFWriter(path, architecture)
     chat_template = fields.pop("chat_template", None)
     if chat_template is not None:
@@ -203,7 +203,7 @@ def test_unknown_kinds_are_named(tmp_path: Path, changes: dict[str, str]) -> Non
 def test_rules_that_the_file_does_not_name_are_those_of_its_vocabulary(
     tmp_path: Path, name: str | None
 ) -> None:
-    """Llama 3's: its control tokens stand at ids that no other vocabulary gives them."""
+    """The rules are Llama 3's: no other vocabulary has control tokens at its ids."""
     tokens = byte_level_fields()["tokens"]
     named = {128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128009: "<|eot_id|>"}
     tokens += [named.get(index, f"t{index}") for index in range(len(tokens), 128256)]
@@ -280,7 +280,7 @@ def test_ids_beyond_a_byte_level_vocabulary_are_absent(tmp_path: Path) -> None:
 
 
 def test_gemma4_has_pieces_and_merges(tmp_path: Path) -> None:
-    """Against the class of transformers for this kind of vocabulary."""
+    """The expected ids are those of transformers' class for this kind of vocabulary."""
     control = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     words = [
         "t",
@@ -307,7 +307,7 @@ def test_gemma4_has_pieces_and_merges(tmp_path: Path) -> None:
         bos_token_id=2,
         eos_token_id=1,
         unknown_token_id=3,
-        add_bos_token=False,  # as early files have it; llama.cpp adds BOS all the same
+        add_bos_token=False,  # early files have it so; llama.cpp adds BOS nevertheless
         add_space_prefix=False,
     )
     tokenizer = Tokenizer.from_path(path)
@@ -360,7 +360,7 @@ ENCODER_TEXTS = [
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("cased", [False, True])
 def test_wordpiece_has_the_ids_of_transformers(tmp_path: Path, cased: bool, says: bool) -> None:
-    """The file marks the beginning of a word, BERT's vocabulary its continuation."""
+    """The file marks the beginning of a word, BERT's vocabulary marks continuations."""
     words = ["the", "cat", "saw", "a", "na", "cafe", "caf\u00e9", "\u732b", "two", ".", "!", "c"]
     words += ["The", "CAF", "B"] if cased else []
     control = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]"]
@@ -387,7 +387,7 @@ def test_wordpiece_has_the_ids_of_transformers(tmp_path: Path, cased: bool, says
 
 
 def test_unigram_has_the_ids_of_transformers(tmp_path: Path) -> None:
-    """As BGE-M3's files have XLM-R's vocabulary."""
+    """The vocabulary is XLM-R's, as in BGE-M3's files."""
     control = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     words = [
         "\u2581",

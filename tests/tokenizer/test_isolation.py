@@ -1,4 +1,4 @@
-"""Templates and regular expressions of strangers, in processes that the system ends."""
+"""Strangers' templates and regular expressions, in processes that the system ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
 )
-# Single steps that the sandbox does not count: minutes, and gigabytes.
+# Single steps, which the sandbox does not count, that take minutes and gigabytes.
 LONG = "{% for i in range(90000) %}{% set x = ('a' * 60000) | replace('a', 'aa') %}{% endfor %}"
 LARGE = "{{ 'a' | center(10**10) }}"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,9 +33,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the processor's time, which a busy machine does not change."""
+    """Limit processor time, which a busy machine does not change."""
     monkeypatch.setattr(isolation, "CPU_SECONDS", 0.6)
-    monkeypatch.setattr(isolation, "ENCODE_SECONDS", 0.2)  # to start has a limit of its own
+    monkeypatch.setattr(isolation, "ENCODE_SECONDS", 0.2)  # starting has a limit of its own
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
 def test_what_cannot_be_set_up_is_no_worker() -> None:
     workers = Workers({"tokenizer": "/nowhere", "separator": "x"}, cpu_seconds=5.0,
                       memory_bytes=1 << 30, most=1)  # fmt: skip
-    for _ in range(2):  # and the next one gets its turn
+    for _ in range(2):  # and the next one is served
         with pytest.raises(WorkerEndedError):
             workers.ask({}, cpu_seconds=1.0)
 
@@ -183,8 +183,8 @@ def with_rule(folder: Path, pattern: str, *, place: str = "pre_tokenizer") -> Pa
 
 
 UNKNOWN = r"q[a-z]|\d\d"
-# For each place in a run of letters it tries every way to share the letters behind it between
-# three groups, and no digit comes: a few thousand letters take minutes.
+# For each place in a run of letters it tries every way to divide the letters after it among three
+# groups, and no digit comes: a few thousand letters take minutes.
 HOSTILE = r"[a-z]*[b-y]*[a-w]*\d"
 
 
@@ -216,7 +216,7 @@ def replacing(text: str, content: str) -> dict[str, Any]:
 DOUBLING = [replacing("c", "cc")] * 40
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 TWICE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
-# None has an expression, and a text of a few letters takes hours, gigabytes, or both.
+# None of these has an expression, and a text of a few letters takes hours, gigabytes, or both.
 HOSTILE_PARTS: dict[str, tuple[str, Any]] = {
     "doubling": ("normalizer", {"type": "Sequence", "normalizers": DOUBLING}),
     "doubling in nested sequences": (
@@ -319,7 +319,7 @@ def test_a_rule_for_answers_refuses_the_model(
 def test_a_panic_of_the_library_is_an_error_of_this_text(
     tmp_path: Path, make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no Exception, and would pass all handlers of those."""
+    """A panic is not an Exception, and would pass all handlers of exceptions."""
     monkeypatch.setattr(pre_tokenizers, "KNOWN_PATTERNS", frozenset({"(a+)+$"}))
     tokenizer = Tokenizer.from_path(with_rule(make_folder(tmp_path / "model"), "(a+)+$"))
     assert not tokenizer.is_isolated

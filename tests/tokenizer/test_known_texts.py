@@ -6,7 +6,7 @@ from appliance.tokenizer.known_texts import KnownTexts
 
 
 class Encoder:
-    """Counts how often each text was encoded."""
+    """Counts how often each text is encoded."""
 
     def __init__(self) -> None:
         self.encoded: list[str] = []

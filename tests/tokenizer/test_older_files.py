@@ -43,7 +43,7 @@ def test_ids_of_pieces_are_sentencepieces(name: str, tmp_path: Path) -> None:
 def test_a_space_behind_control_tokens_is_as_the_configuration_says(
     legacy: bool, tmp_path: Path
 ) -> None:
-    """The older behaviour, of Llama 2's folders, puts one (huggingface/transformers#24565)."""
+    """Older code, that of Llama 2's folders, adds one (huggingface/transformers#24565)."""
     folder = with_pieces(tmp_path, MODELS["llama"], tokenizer_class="LlamaTokenizer", legacy=legacy)
     tokenizer = Tokenizer.from_path(folder)
     ids = tokenizer.encode("the</s>the", add_special_tokens=False)
@@ -172,7 +172,8 @@ def test_ids_of_kimi_are_tiktokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = Tokenizer.from_path(tmp_path)
     ranks = {token: rank for rank, token in enumerate(RANKED)}
-    # No text mixes Chinese with other letters, which takes an intersection that tiktoken lacks.
+    # Excludes texts that mix Chinese with other letters: they need an intersection that tiktoken
+    # lacks.
     pattern = r"[\p{Han}]+|" + GPT4O.replace("[\\r\\n/]*", "[\\r\\n]*")
     maker = tiktoken.Encoding("kimi", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     for text in TEXTS:

@@ -1,4 +1,4 @@
-"""Against what transformers makes of the same files; recorded by record_ids.py beside this."""
+"""Ids equal those that transformers gives for the same files; record_ids.py recorded them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ids_of_texts(model: tuple[Tokenizer, dict[str, Any]]) -> None:
 def test_text_round_trips(model: tuple[Tokenizer, dict[str, Any]]) -> None:
     tokenizer, recorded = model
     for original, _, as_text in recorded["texts"]:
-        # SentencePiece cannot tell a space from its mark for one.
+        # SentencePiece cannot distinguish a space from its own mark for one.
         text = original.replace("\u2581", " ") if tokenizer.vocab_size > 2**17 else original
         stream = DecodeStream(tokenizer)
         assert "".join(stream.push((i,)) for i in as_text) + stream.flush() == text

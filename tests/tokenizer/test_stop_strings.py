@@ -10,7 +10,7 @@ ALPHABET = st.text("abc", max_size=12)
 
 
 def expected(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    """By definition: the stop string that is complete first ends the text, the longest of them."""
+    """By definition: the first complete stop string ends the text, the longest if several are."""
     for end in range(len(text) + 1):
         complete = [s for s in stop if text[:end].endswith(s)]
         if complete:
@@ -76,7 +76,7 @@ def test_examples(stop: tuple[str, ...], pieces: list[str], result: tuple[str, b
 def test_text_behind_a_match_is_dropped(
     pieces: list[str], later: list[str], stop: list[str]
 ) -> None:
-    """Tokens of a step that arrive after the stop string."""
+    """Tokens of a step that come after the stop string are dropped."""
     matcher = StopStringMatcher(tuple(stop))
     feed(matcher, [*pieces, stop[0]])
     found = matcher.matched

@@ -1,4 +1,4 @@
-"""Against llama.cpp's own splitter (recorded by record_splits.py) and the makers' expressions."""
+"""Word rules against llama.cpp's own splitter (recorded by record_splits.py) and the makers'."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _GPT4O = _CASED.replace("END", _SUFFIX).replace("DIGITS", r"\p{N}{1,3}")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _FROM_RIGHT = r"\d{1,3}(?=(?:\d{3})*\b)"
 _CHINESE = "[一-龥ࠀ-一가-\ud7ff]+"
-# Where llama.cpp splits otherwise than the model's own tokenizer.json: the latter's steps.
-# llama.cpp knows no case beyond ASCII, leaves digits together that no token holds together, reads
-# some classes in another engine, and joins the text before digits to them.
+# The model's own tokenizer.json, where llama.cpp splits differently: llama.cpp knows no case beyond
+# ASCII, keeps digits together that no token combines, reads some classes in another engine, and
+# joins the text before digits to them.
 MAKERS: dict[str, list[str]] = {
     "tekken": [_CASED.replace("END", "").replace("DIGITS", r"\p{N}")],
     "gpt-4o": [_GPT4O],
@@ -85,7 +85,7 @@ def in_bytes(word: str) -> str:
 
 
 def makers(steps: list[str], text: str) -> str:
-    """Split by each expression in turn, in an engine that is not the tokenizers library's."""
+    """Split by each expression in turn, in an engine other than the tokenizers library's."""
     words = [text]
     for step in steps:
         if step == IN_BYTES:
@@ -133,7 +133,7 @@ def test_known_expressions_take_linear_time(unit: str) -> None:
                 started = time.process_time()
                 split.pre_tokenize_str(unit * 10_000 + end)
                 took.append(time.process_time() - started)
-            # One of quadratic time takes longer, as r"\s+$" would.
+            # An expression of quadratic time takes longer, as r"\s+$" would.
             assert min(took) < 0.4, pattern
 
 

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that speaks the event feed, or something worse."""
+"""A real HTTP server on loopback that sends the event feed, or malformed answers."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Answer:
 
 @dataclass
 class EventServer:
-    """Gives each request the next answer; the last one again and again."""
+    """Gives each request the next answer, and repeats the last one."""
 
     answers: list[Answer] = field(default_factory=list)
-    pages: dict[str, Answer] = field(default_factory=dict)  # of paths with one of their own
+    pages: dict[str, Answer] = field(default_factory=dict)  # answers of paths with their own
     requests: list[str] = field(default_factory=list)  # request line and headers
     port: int = 0
     _connections: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -68,12 +68,12 @@ class EventServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Like a process that dies: every connection is cut."""
+        """Abort every connection, as the death of a process does."""
         if self._server is None:
             return
         server, self._server = self._server, None
         server.close()
-        await asyncio.sleep(0.01)  # by then, what was accepted just now is a connection
+        await asyncio.sleep(0.01)  # long enough for a connection just accepted to be registered
         while self._connections:
             for writer in self._connections:
                 writer.transport.abort()
@@ -81,7 +81,7 @@ class EventServer:
         await server.wait_closed()
 
     def send(self, *events: Event) -> None:
-        """To everybody who watches."""
+        """Send events to all open streams."""
         for writer in self._watching:
             writer.write(chunk(b"".join(map(encode_event, events))))
 
@@ -89,7 +89,7 @@ class EventServer:
         self._connections.add(writer)
         try:
             await self._answer(reader, writer)
-        finally:  # even if it is cancelled: an open socket would fail a later test
+        finally:  # also if cancelled: an open socket would fail a later test
             self._watching.discard(writer)
             self._connections.discard(writer)
             writer.close()
@@ -119,7 +119,7 @@ class EventServer:
 
 
 def page(content: bytes, status: str = "200 OK", kind: str = "application/json") -> Answer:
-    """An answer that is no feed."""
+    """An answer that is not a feed."""
     return Answer((), content, Ending.FINISH, status, kind)
 
 

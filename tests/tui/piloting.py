@@ -1,4 +1,4 @@
-"""The whole dashboard in front of a server on loopback, read off the screen's own cells."""
+"""The whole dashboard with a server on loopback, read from the screen's own cells."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TRUECOLOR = DisplaySettings(Colors.TRUECOLOR)
 LARGE, SMALL = (160, 48), (80, 24)
-# Two sequences, a prefix that they share, and what others left behind.
+# Two sequences, a prefix that they share, and cached blocks of earlier sequences.
 CELLS = [
     *[active(2, 2)] * 512,
     *[active(1)] * 512,
@@ -87,7 +87,7 @@ async def until(pilot: Pilot[None], happened: Callable[[], object]) -> None:
 async def shown(
     app: DashboardApp, pilot: Pilot[None], happened: Callable[[], object] = lambda: True
 ) -> None:
-    """Wait until something happened, and until it is on the screen."""
+    """Wait until something happened and the screen shows it."""
     await until(pilot, happened)
     app.paint()
     await pilot.pause()
@@ -95,7 +95,7 @@ async def shown(
 
 def screen_strips(app: App[None]) -> list[Strip]:
     """The lines of the screen behind the filters, as a terminal gets them."""
-    # Textual shows its screen only as a picture (`export_screenshot`).
+    # Textual exports its screen only as a picture (`export_screenshot`).
     return app.screen._compositor.render_strips()
 
 

@@ -1,4 +1,4 @@
-"""A request is aborted from the dashboard, or it says why not."""
+"""The dashboard aborts a request, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_request_is_aborted_after_a_question(
 
 
 def told(app: DashboardApp) -> str:
-    """The words of the newest message, however they are broken into lines."""
+    """The words of the newest message, without its line breaks."""
     toasts = list(app.screen.query("Toast"))
     area = toasts[-1].outer_size.region
     lines = (strip.text.strip(" ▌") for strip in toasts[-1].render_lines(area))

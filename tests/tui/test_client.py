@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Follower:
-    """What a feed published so far."""
+    """Collects what a feed has published so far."""
 
     def __init__(self) -> None:
         self.items: list[FeedItem] = []
@@ -43,7 +43,7 @@ class Follower:
                 await asyncio.sleep(0.005)
 
     async def failure(self) -> ConnectionChange:
-        """The first thing that went wrong."""
+        """The first failure."""
         await self.until(
             lambda: any(one.phase is not ConnectionPhase.LIVE for one in self.connections)
         )

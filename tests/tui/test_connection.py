@@ -1,4 +1,4 @@
-"""What is told of the connection, in place of the map or beside it."""
+"""The state of the connection, in place of the map or beside it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: E
         assert palette.CACHED in block_map_colors(app)
 
 
-# Where the map stands, the overview of either size has the same widget.
+# Screens of either size show the message in the same widget as the map.
 @pytest.mark.parametrize(
     ("size", "answer", "words"),
     [

@@ -104,7 +104,7 @@ async def test_themes_change_every_colour_and_back(event_server: EventServer) ->
         assert Color.parse(SCHEMES["light"][palette.BACKGROUND]) in light
         app.use_theme("dark")
         await shown(app, pilot)
-        await pilot.pause(0.3)  # until Textual has styled its own widgets
+        await pilot.pause(0.3)  # lets Textual style its own widgets
         await shown(app, pilot)
         assert colors_of(screen_strips(app)) == dark
 

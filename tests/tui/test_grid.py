@@ -17,7 +17,8 @@ def test_every_block_lies_under_one_pixel_or_one_tile(blocks: int, width: int, h
     grid = Grid(blocks, width, height)
     buckets = [grid.blocks_at(x, y) for y in range(height) for x in range(width)]
     if grid.dense:
-        # In reading order the buckets are the blocks cut into pieces: none left out, none twice.
+        # In reading order the buckets divide all blocks into consecutive pieces: none is missing or
+        # double.
         assert buckets[0].start == 0
         assert buckets[-1].stop == blocks
         assert all(one.stop == other.start for one, other in pairwise(buckets))

@@ -39,5 +39,5 @@ def test_full_columns_stay_as_they_are(width: int, span: int, count: int) -> Non
     columns = history.columns(width, span)
     assert len(columns) <= width
     after = history.push(5.0).columns(width, span)
-    if len(after) == len(columns):  # nothing moved: at most the newest has changed
+    if len(after) == len(columns):  # the columns did not move: at most the newest has changed
         assert after[:-1] == columns[:-1] or after[:-2] == columns[1:-1]

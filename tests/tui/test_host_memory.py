@@ -1,4 +1,4 @@
-"""What lies in host memory is shown beside the map, and told apart from what is on it."""
+"""The contents of host memory are shown beside the map, and distinguished from those on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys and the mouse do on the first page."""
+"""The keys and the mouse on the first page."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_focus_dims_the_others_and_follows_the_keys(event_server: EventSer
         await pilot.press("down")
         await pilot.pause()
         seen = block_map_colors(app)
-        # The shared blocks were taken by the second sequence last, so they are lit with it.
+        # The second sequence took the shared blocks last, so they are highlighted with it.
         assert {second, palette.SHARED} <= set(seen)
         assert first not in seen
 
@@ -110,7 +110,7 @@ async def test_a_click_on_a_block_or_a_line_focuses_its_sequence(event_server: E
         await pilot.click(BlockMap, offset=(5, block_map.size.height * 3 // 4))  # free
         await pilot.pause()
         assert "▸" not in screen_text(app)
-        # In the border: a line, its heading, then the second sequence.
+        # Inside the border: a line, its heading, then the second sequence.
         await pilot.click(RequestTable, offset=(9, 3))
         await pilot.pause()
         assert "▸■ chatcmpl-2" in screen_text(app)

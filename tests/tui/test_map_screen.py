@@ -104,7 +104,7 @@ async def test_the_block_table_of_the_focus_is_asked_for_and_shown(
         lines = [" ".join(line.split()) for line in screen_text(app).splitlines()]
         assert any("0 7 2 abababab int8" in line for line in lines)
         assert any("2 8 1 open int8" in line for line in lines)
-        # Blocks of the table are lit, whoever took them last.
+        # The blocks of the table are highlighted, whoever took them last.
         assert app.session.view().emphasis.table == {7, 8, 9}
 
 

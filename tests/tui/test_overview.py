@@ -1,4 +1,4 @@
-"""What the first page shows at several sizes."""
+"""The first page at several sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_the_map_shows_owners_and_what_they_share(
     async with dashboard(event_server, size) as (app, _):
         seen = block_map_colors(app)
     area = sum(seen.values())
-    # An eighth is shared, an eighth is each sequence's own, an eighth cached, half free.
+    # An eighth is shared, an eighth belongs to each sequence, an eighth is cached, half is free.
     for color, share in {
         palette.SHARED: 1 / 8,
         palette.owner_hue(1): 1 / 8,
@@ -68,7 +68,7 @@ async def test_a_large_terminal_shows_everything(event_server: EventServer) -> N
         "22.1 ms",
         "42.0 ms",
         "25.0 %",  # KV in use
-        "97.7 %",  # of the slots in use hold tokens
+        "97.7 %",  # share of the used slots that hold tokens
         "71.3 %",  # prefix hits
         "preemptions",
         "2 decode + 384 prefill",

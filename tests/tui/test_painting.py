@@ -1,4 +1,4 @@
-"""When the screen is painted, and how much of it."""
+"""When the screen is painted, and how much of it is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_deltas_change_what_is_shown(event_server: EventServer) -> None:
 
 
 class Written:
-    """A terminal that keeps what was written to it."""
+    """A terminal that records what is written to it."""
 
     def __init__(self) -> None:
         self.sequences: list[str] = []
@@ -50,7 +50,7 @@ class Written:
 async def test_only_what_changed_is_painted(
     event_server: EventServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DashboardApp, "paint_frame", lambda app: None)  # no frame falls due between
+    monkeypatch.setattr(DashboardApp, "paint_frame", lambda app: None)  # no frame is due in between
     async with dashboard(event_server) as (app, pilot):
         written = Written()
         app.terminal = written  # type: ignore[assignment]
@@ -118,7 +118,7 @@ async def test_nothing_is_painted_while_nothing_changes(
         for page in ("overview", "map", "requests", "model", "log"):
             await app.switch_mode(page)
             await shown(app, pilot)
-            await until(pilot, settled)  # a screen's first footer comes a little later
+            await until(pilot, settled)  # a screen's first footer appears a little later
             for _ in range(3):
                 app.paint()
                 await pilot.pause()

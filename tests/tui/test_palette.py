@@ -1,4 +1,4 @@
-"""Colours are told apart by people with each kind of colour deficiency."""
+"""People with each kind of colour deficiency can distinguish the colours."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WHITE = XYZ @ np.ones(3)
 
 
 def lab(color: str, simulation: Array) -> Array:
-    """CIE L*a*b* of #rrggbb as somebody sees it."""
+    """CIE L*a*b* of #rrggbb as a person with a deficiency sees it."""
     srgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     xyz = XYZ @ np.clip(simulation @ linear, 0, 1) / WHITE

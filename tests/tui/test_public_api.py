@@ -1,4 +1,4 @@
-"""The dashboard uses Textual and Rich as their documentation has them, by public names only."""
+"""The dashboard uses Textual and Rich as documented, by public names only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_private(name: str) -> bool:
 
 
 def private_imports(tree: ast.AST) -> set[str]:
-    """Modules and names of theirs that begin with an underscore."""
+    """Modules and names of these packages that begin with an underscore."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -37,7 +37,7 @@ def private_imports(tree: ast.AST) -> set[str]:
 
 
 def foreign_accesses(tree: ast.AST) -> set[str]:
-    """Private attributes of anything that is not the object or class itself."""
+    """Private attributes of anything except the object or class itself."""
     return {
         ast.unparse(node)
         for node in ast.walk(tree)
@@ -48,7 +48,7 @@ def foreign_accesses(tree: ast.AST) -> set[str]:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Private names that a class defines, or that it reads or sets on itself."""
+    """Private names that a class defines, or reads or sets on itself."""
     named = {
         node.name
         for node in ast.walk(tree)
@@ -63,7 +63,7 @@ def own_names(tree: ast.AST) -> set[str]:
 
 @cache
 def private_names_of(kind: type) -> frozenset[str]:
-    """Those of one class of theirs, its instances' attributes too."""
+    """Private names of one of these packages' classes, including attributes of instances."""
     return frozenset(own_names(ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))))
 
 

@@ -1,4 +1,4 @@
-"""The whole dashboard, kept running for as long as people leave it running."""
+"""The whole dashboard's memory over a long run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_GROWTH = 4 * 2**20  # a timeline without bounds grew by 13 MiB
 
 
 def happened(frame: int) -> Iterator[FeedItem]:
-    """What a busy server tells in one frame."""
+    """The events of a busy server in one frame."""
     if frame == 0:
         yield from (ConnectionChange(ConnectionPhase.LIVE), INFO, snapshot(CELLS))
     at = frame * 37 % 4000
@@ -55,7 +55,7 @@ def happened(frame: int) -> Iterator[FeedItem]:
 async def test_half_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.freeze()  # of other files there is much more to look through than of this one
+    gc.freeze()  # garbage of other files takes much longer to search than this file's
     path = tmp_path / "recording"
     with path.open("wb") as file:
         file.write(

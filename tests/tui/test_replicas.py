@@ -1,4 +1,4 @@
-"""Several engine processes of a model on the dashboard: which is shown, and the key to the next."""
+"""Several engine processes of a model on the dashboard: the one shown, and the key to the next."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Terminal:
 
     def resize(self, columns: int, rows: int) -> None:
         self._set_size(columns, rows)
-        self.process.send_signal(signal.SIGWINCH)  # it is nobody's controlling terminal
+        self.process.send_signal(signal.SIGWINCH)  # no process has it as its controlling terminal
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -80,7 +80,7 @@ class Terminal:
 
     async def ends(self) -> int:
         await self.until(lambda: self.process.poll() is not None)
-        await asyncio.sleep(0.05)  # for what it still wrote
+        await asyncio.sleep(0.05)  # for its last output
         return self.process.returncode
 
     def assert_clean(self) -> None:
@@ -93,7 +93,7 @@ class Terminal:
 
 @asynccontextmanager
 async def drawing(shown: Terminal) -> AsyncIterator[Terminal]:
-    """Reads what is drawn, and ends the program in the end."""
+    """Read what is drawn, and end the program at the end."""
     loop = asyncio.get_running_loop()
     loop.add_reader(shown.ours, lambda: shown.drawn.extend(os.read(shown.ours, 65536)))
     try:
@@ -118,7 +118,7 @@ async def terminal(server: EventServer, *arguments: str) -> AsyncIterator[Termin
 
 
 def top(*arguments: str, **options: Any) -> Terminal:
-    """`appliance top` as a person types it."""
+    """Run `appliance top` as a person types it."""
     return Terminal(*arguments, program=("-m", "appliance", "top"), **options)
 
 

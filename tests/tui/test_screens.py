@@ -89,7 +89,7 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         temperature_celsius=71.0, sm_clock_mhz=2520, throttled=("power cap",),
         joules_per_token=0.42,
     )  # fmt: skip
-    laptop = Gpu(name="laptop", temperature_celsius=55.0)  # says nothing of power
+    laptop = Gpu(name="laptop", temperature_celsius=55.0)  # it does not report its power
     machine = Machine(gpus=(gpu, laptop, Gpu(name="silent")))
     stats = msgspec.structs.replace(STATS, machine=machine)
     async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
@@ -190,7 +190,7 @@ async def test_back_in_time_and_forward_again(
         await shown(app, pilot)
         assert app.session.look.held is None
         assert "live" in screen_text(app)
-        await pilot.press("left_curly_bracket")  # farther than there is: the beginning
+        await pilot.press("left_curly_bracket")  # farther back than recorded: the beginning
         assert app.session.look.held is not None
 
 

@@ -1,6 +1,6 @@
-"""Every screen as it looks, compared with what was approved: delete a file to approve it anew.
+"""Every screen against its approved snapshot: delete a file to approve it anew.
 
-The smallest size is kept with its colours too: below the text a letter for the style of each cell.
+Snapshots of the smallest size include colours: a letter for the style of each cell, below the text.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ WITH_GPU: tuple[Event, ...] = (
 
 @dataclass(frozen=True)
 class Screen:
-    """One to look at: the keys that lead there from the one before it."""
+    """A screen, and the keys that lead to it from the one before."""
 
     name: str
     keys: str
-    changes: dict[str, object] = field(default_factory=dict)  # of how the person looks
+    changes: dict[str, object] = field(default_factory=dict)  # to the person's view
 
 
 SCREENS = (
@@ -169,14 +169,14 @@ class Tour:
         display: DisplaySettings = TRUECOLOR,
     ) -> None:
         monkeypatch.setattr("appliance.tui.screens.facts.time.localtime", lambda when: (0,) * 9)
-        monkeypatch.setattr("appliance.tui.client.SILENCE_TIMEOUT", 600.0)  # of a slow machine
+        monkeypatch.setattr("appliance.tui.client.SILENCE_TIMEOUT", 600.0)  # for a slow machine
         server.pages["/admin/v1/sequences/chatcmpl-1/0/blocks"] = page(msgspec.json.encode(TABLE))
         self._server, self._answer, self._display = server, Answer(events), display
 
     async def looks(
         self, size: tuple[int, int], screens: tuple[Screen, ...]
     ) -> AsyncIterator[tuple[str, str]]:
-        """Name and look of each screen in turn."""
+        """Name and content of each screen in turn."""
         async with dashboard(self._server, size, self._answer, display=self._display) as opened:
             app, pilot = opened
             await shown(app, pilot, lambda: app.session.state.stats)
@@ -198,13 +198,13 @@ class Tour:
 
 
 def styles_of(app: DashboardApp) -> Iterator[str]:
-    """The screen with a letter for the style of each cell, and below it what they stand for."""
+    """The screen with a letter for the style of each cell, and then the meaning of the letters."""
     letters: dict[str, str] = {}
     alphabet = iter(string.ascii_letters + string.digits)
     for strip in screen_strips(app):
         line = ""
         for segment in strip:
-            # Of a space only the background is seen.
+            # A space shows only its background.
             style = described(segment.style, inked=bool(segment.text.strip()))
             if style not in letters:
                 letters[style] = next(alphabet)
@@ -214,7 +214,7 @@ def styles_of(app: DashboardApp) -> Iterator[str]:
 
 
 def described(style: Style | None, *, inked: bool) -> str:
-    """A style in words."""
+    """Describe a style in words."""
     assert style is not None
     ground = style.bgcolor.name if style.bgcolor else "nothing"
     if not inked and not style.reverse:
@@ -225,7 +225,7 @@ def described(style: Style | None, *, inked: bool) -> str:
 
 
 def check(looks: list[tuple[str, str]], size: tuple[int, int]) -> None:
-    """Compare with the approved ones; what was never approved is written, and must be looked at."""
+    """Compare with the approved snapshots; write a new one, which must be looked at."""
     new, other = [], []
     for name, look in looks:
         approved = APPROVED / f"{name}-{'x'.join(map(str, size))}.txt"

@@ -44,7 +44,7 @@ def test_a_frame_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sse, "MAX_FRAME_BYTES", 100)
     decoder = EventDecoder()
     for _ in range(10):
-        assert len(decoder.feed(b"data: " + b"x" * 50 + b"\n\n")) == 1  # each by itself is fine
+        assert len(decoder.feed(b"data: " + b"x" * 50 + b"\n\n")) == 1  # each of them alone is fine
     decoder.feed(b"data: " + b"x" * 60)
     with pytest.raises(ValueError, match="larger than 100 bytes"):
         decoder.feed(b"x" * 60)

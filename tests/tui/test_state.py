@@ -60,7 +60,7 @@ def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[BlockRun, .
                 truth, epoch = [FREE] * NUM_BLOCKS, epoch + 1
                 items = [snapshot(truth, epoch)]
             case "lost":
-                # What happens meanwhile is told by the snapshot of the next connection only.
+                # Only the next connection's snapshot shows what happened meanwhile.
                 truth = [CACHED, *truth[1:]]
                 items = [
                     ConnectionChange(ConnectionPhase.LOST, "cut", 1.0),
@@ -149,7 +149,7 @@ def test_ages_are_told_by_snapshots_and_counted_from_changes() -> None:
     state = reduce(state, Delta(epoch=1, runs=(BlockRun(1, 1, CACHED),)), 102.0)
     assert state.blocks is not None
     assert state.blocks.changed.tolist() == [95.0, 102.0, 100.0]
-    # One without ages, as after a lost connection, leaves what is unchanged as old as it is.
+    # A snapshot without ages, as after a lost connection, keeps the ages of unchanged blocks.
     state = reduce(state, snapshot([FREE, FREE, FREE], epoch=2), 110.0)
     assert state.blocks is not None
     assert state.blocks.changed.tolist() == [95.0, 110.0, 100.0]

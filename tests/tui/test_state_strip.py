@@ -1,4 +1,4 @@
-"""Slots and checkpoints of recurrent state are shown below the map, for models that have them."""
+"""Slots and checkpoints of recurrent state appear below the map, for models that have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard in tmux, which paints as a terminal does, in two depths of colour."""
+"""The dashboard in tmux, which paints like a terminal, in two colour depths."""
 
 from __future__ import annotations
 

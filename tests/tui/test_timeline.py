@@ -1,4 +1,4 @@
-"""Going back in time: the same state as then, and memory that stays within its bounds."""
+"""Going back in time shows the state of that time, within bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over the wire, read back by a small terminal."""
+"""The bytes on the wire, read back by a small terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(y: int, x: int, text: str, style: Style) -> str:
 
 
 class SmallTerminal:
-    """Cells with a letter and the codes it was written with; wide letters take two cells."""
+    """Cells with a letter and the codes that set its style; wide letters take two cells."""
 
     def __init__(self) -> None:
         self.cells: dict[tuple[int, int], Cell] = {}
@@ -135,7 +135,7 @@ def test_only_what_changes_of_a_style_is_said() -> None:
 
 
 class NoTerminal:
-    """What a driver needs to know of its app."""
+    """The part of an app that a driver needs."""
 
     terminal: ThriftyDriver | None = None
 
@@ -148,7 +148,7 @@ async def test_a_terminal_of_another_size_is_painted_anew(monkeypatch: pytest.Mo
     app = NoTerminal()
     driver = ThriftyDriver(app)  # type: ignore[arg-type]
     assert app.terminal is driver
-    with monkeypatch.context() as patch:  # pytest asks for the size as well
+    with monkeypatch.context() as patch:  # pytest queries the size as well
         patch.setattr(os, "get_terminal_size", lambda file: sizes.pop(0))
         for _ in range(3):
             driver.write(written(0, 0, "abc", Style()))

@@ -1,4 +1,4 @@
-"""Short texts of PTX on arrays."""
+"""Runs short PTX texts on arrays."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ WARP = 32
 def launch(
     body: str, *arrays: Array, threads: int = WARP, programs: int = 1, shared: int = 0
 ) -> Counter[str]:
-    """Run statements as a kernel; returns counts of instructions and accesses.
+    """Run statements as a kernel; return counts of instructions and accesses.
 
     Args:
-        body: may use `p0`, `p1`, ..., which point to the arrays, `tid` (thread of its program),
-            `pid` (program), `at` (thread of all), and as its own `r0` to `r31` (32 bits), `d0` to
-            `d15` (64 bits), `h0` to `h15` (16 bits) and `c0` to `c7` (predicates).
+        body: the statements; may use `p0`, `p1`, ..., which point to the arrays, `tid` (thread of
+            its program), `pid` (program), `at` (thread of all), and as its own `r0` to `r31` (32
+            bits), `d0` to `d15` (64 bits), `h0` to `h15` (16 bits) and `c0` to `c7` (predicates).
         arrays: read and written in place.
-        threads: of a program.
-        programs: in the grid.
-        shared: bytes of a program, at 0.
+        threads: per program.
+        programs: of the grid.
+        shared: bytes of shared memory per program, at address 0.
 
     Raises:
-        MemoryAccessError: it does what a GPU would refuse, or answer with anything.
+        MemoryAccessError: an access that a GPU would refuse, or answer with undefined data.
         NotImplementedError: an instruction is unknown.
     """
     params = [f"param{i}" for i in range(len(arrays))]
@@ -66,9 +66,9 @@ def launch(
 
 
 def evaluate(text: str, results: Sequence[int], *operands: Array) -> list[Bits]:
-    """What a text leaves in `$0`, `$1`, ..., of so many bits each; its operands are the next ones.
+    """Return what a text leaves in `$0`, `$1`, ..., of so many bits each; the operands follow.
 
-    An element of the operands is a thread's. A result or an operand of one bit is a predicate.
+    Each thread has one element of the operands. A result or an operand of one bit is a predicate.
     """
     count, size = -(-len(operands[0]) // WARP), len(operands[0])
     words = [np.resize(bits_of(one), count * WARP) for one in operands]
@@ -96,5 +96,5 @@ def evaluate(text: str, results: Sequence[int], *operands: Array) -> list[Bits]:
 
 
 def bits_of(numbers: Array) -> Bits:
-    """Any numbers as unsigned integers of their size."""
+    """Numbers of any type as unsigned integers of their size."""
     return np.ascontiguousarray(numbers).view(UNSIGNED[8 * numbers.itemsize])

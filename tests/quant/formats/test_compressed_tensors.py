@@ -1,4 +1,4 @@
-"""What we write is what the compressed-tensors package reads, bit for bit, and what we read."""
+"""The compressed-tensors package reads what we write, bit for bit, and we read what it writes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ scale_dtypes = st.sampled_from([torch.bfloat16, torch.float16])
 
 @pytest.fixture(scope="module", autouse=True)
 def _other_package_is_imported() -> None:
-    """Seconds of work, for the one process that comes to this file."""
+    """Import the package once: it takes seconds, in the only process that runs this file."""
     global BaseCompressor, QuantizationConfig
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -61,7 +61,7 @@ def _other_package_is_imported() -> None:
 def random_weight(
     scheme: WeightScheme, out_features: int, in_features: int, scale_dtype: torch.dtype, seed: int
 ) -> PackedWeight:
-    """Any codes with any scales, also such that no quantizer would choose."""
+    """Any codes with any scales, including those that no quantizer would choose."""
     generator = torch.Generator().manual_seed(seed)
     group_size = scheme.group_size or in_features
     groups = (out_features, in_features // group_size)
@@ -340,7 +340,7 @@ def made(
 
 
 def parameters(weight: Tensor, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Scales and zero points by the smallest and largest weight of each group."""
+    """Scales and zero points from the smallest and largest weight of each group."""
     bits = arguments["num_bits"]
     size = {"tensor": None, "channel": INPUTS}.get(
         arguments["strategy"], arguments.get("group_size")
@@ -364,7 +364,7 @@ def parameters(weight: Tensor, arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def before_0_9(symmetric: bool) -> Made:
-    """Zero points of a signed byte each, zeros in symmetric models too; a shape in int32."""
+    """Zero points of one signed byte each, all zero in symmetric models; a shape in int32."""
     from compressed_tensors.compressors.pack_quantized import unpack_from_int32
 
     packed = made("pack-quantized", ints(4, "group", 32, symmetric=symmetric))

@@ -1,4 +1,4 @@
-"""Folders of 4-bit floats: which are read, and what is said about the others."""
+"""Folders of 4-bit floats: which ones are read, and how the others are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MXFP4 = packed("mxfp4-pack-quantized", 32)
 
 
 def expected(codes: Tensor, factor: Callable[[int, int], float]) -> Tensor:
-    """Element by element, as the two standards say."""
+    """The values, element by element, by the two standards."""
     rows, inputs = codes.shape[0], 2 * codes.shape[1]
     out = torch.empty(rows, inputs)
     for row in range(rows):

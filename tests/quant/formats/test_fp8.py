@@ -1,4 +1,4 @@
-"""Folders of FP8 weights: which are read, and what is said about the others."""
+"""Folders of FP8 weights: which ones are read, and how the others are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_one_scale_for_a_tensor_or_a_row(
     assert reader.tensor_names() == ["lm_head.weight", NAME]
     loaded = reader.load(NAME)
     assert isinstance(loaded, Fp8Weight)
-    assert not loaded.quantized_inputs  # fixed scales of inputs are not used
+    assert not loaded.quantized_inputs  # we do not use static scales of activations
     assert torch.equal(loaded.dequantize(), CODES.float() * 0.25)
 
 

@@ -17,7 +17,7 @@ from appliance.quant.methods import rtn
     ("scheme", "expected"),
     [
         (WeightScheme(4, 32), "Q4_0"),
-        (WeightScheme(3, 64), "Q4_1"),  # its middle is not that of four bits
+        (WeightScheme(3, 64), "Q4_1"),  # its middle differs from that of four bits
         (WeightScheme(4, 128, symmetric=False), "Q4_1"),
         (WeightScheme(8, None), "Q8_0"),
     ],

@@ -1,6 +1,6 @@
-"""Folders as other programs write them: what we read is what their formulas say.
+"""Folders as other programs write them: we read what their formulas give.
 
-Each form is written out here from the facts of its format, in NumPy. The dense weight beside it
+Each form is written here in NumPy, by the facts of its format. The dense weight for comparison
 never comes from our code.
 """
 
@@ -52,7 +52,7 @@ class Folder:
 def end_to_end(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
     """Put codes (rows, columns) into 32-bit words along the columns, the first in the lowest bits.
 
-    One bit after the other, as GPTQModel, AutoRound and compressed-tensors agree on.
+    Bits follow one another, on which GPTQModel, AutoRound and compressed-tensors agree.
     """
     stream = (codes[..., None].astype(np.uint64) >> np.arange(bits, dtype=np.uint64)) & 1
     stream = stream.reshape(len(codes), -1)
@@ -63,7 +63,7 @@ def end_to_end(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
 
 
 def integers(bits: int, group_size: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return codes, zero points and scales, half of which are negative, for every group."""
+    """Return codes, zero points and scales, half of these negative, for every group."""
     groups = INPUTS // group_size
     codes = RANDOM.integers(0, 1 << bits, (ROWS, INPUTS))
     zeros = RANDOM.integers(1, 1 << bits, (ROWS, groups))
@@ -74,7 +74,7 @@ def integers(bits: int, group_size: int) -> tuple[NDArray[Any], NDArray[Any], ND
 def of_groups(
     codes: NDArray[Any], zeros: NDArray[Any], scale: NDArray[Any], group: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Return (q - zero point) * scale, with the group of each input."""
+    """Return (q - zero point) * scale, given the group of each input."""
     shifted = codes.astype(np.float64) - zeros.astype(np.float64)[:, group]
     return shifted * scale.astype(np.float64)[:, group]
 
@@ -154,7 +154,7 @@ def awq(version: str, settings: dict[str, Any], place: str = "config.json") -> F
     codes, zeros, scale = integers(4, 64)
     group = np.arange(INPUTS) // 64
     weight = of_groups(codes, zeros, scale, group)
-    nibbles = [0, 2, 4, 6, 1, 3, 5, 7]  # the output of each nibble of a word
+    nibbles = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that each nibble of a word belongs to
     if version == "gemm":
         ordered = codes.T.reshape(INPUTS, -1, 8)[..., nibbles].reshape(INPUTS, -1)
         zeros_of = zeros.T.reshape(len(zeros.T), -1, 8)[..., nibbles].reshape(len(zeros.T), -1)
@@ -168,7 +168,7 @@ def awq(version: str, settings: dict[str, Any], place: str = "config.json") -> F
         return Folder(parts, weight, settings)
     scaled = (-zeros * scale.astype(np.float32)).astype(np.float16)
     exact = codes * scale[:, group].astype(np.float64) + scaled[:, group].astype(np.float64)
-    # AutoAWQ's pack_intweight, one step a line.
+    # AutoAWQ's pack_intweight, one step per line.
     kernel: NDArray[Any] = codes.reshape(ROWS, -1, 4, 4, 2).transpose(0, 1, 3, 2, 4)
     kernel = kernel.reshape(ROWS, -1, 4, 4, 2).transpose(0, 1, 2, 4, 3).reshape(ROWS, -1)
     kernel = kernel.reshape(ROWS // 4, 4, -1, 64).transpose(0, 2, 1, 3)
@@ -247,7 +247,7 @@ MODELOPT: dict[str, Callable[[], Folder]] = {
         (1, 1, 1, 1),
         ".weight_scale",
     ),
-    # Of AutoRound 0.16's scheme FP8_STATIC.
+    # From AutoRound 0.16's scheme FP8_STATIC.
     "auto-round FP8": lambda: fp8(
         {
             "quant_method": "auto-round",
@@ -337,7 +337,7 @@ def test_what_is_read_is_what_the_format_says(name: str, tmp_path: Path) -> None
         reader = open_weights(SafetensorsFolder(tmp_path, in_torch=in_torch))
         assert reader.tensor_names() == [NAME]
         assert reader.shape(NAME) == (ROWS, INPUTS)
-        loaded = arrays.in_torch(reader.load(NAME))  # warns where memory cannot be shared
+        loaded = arrays.in_torch(reader.load(NAME))  # warns if it cannot share memory
         found = dense(loaded, "float32").double().numpy()
         largest = float(np.abs(made.weight).max())
         np.testing.assert_allclose(found, made.weight, 1e-6, 1e-6 * largest)

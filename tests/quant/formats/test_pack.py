@@ -1,4 +1,4 @@
-"""Packing is exact, and equal to what the compressed-tensors package does."""
+"""Packing is exact, and equals what the compressed-tensors package does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(scope="module", autouse=True)
 def _other_package_is_imported() -> None:
-    """A second's work, for the one process that comes to this file."""
+    """Import the package once: it takes a second, in the only process that runs this file."""
     global pack_to_int32
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 

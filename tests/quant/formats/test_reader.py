@@ -1,4 +1,4 @@
-"""Which reader a folder gets, and what it shows of it."""
+"""The reader of a folder, and what it reports."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_quantized_weights_without_settings_name_the_files_that_have_them(
 
 
 def test_settings_in_config_json_win_over_those_of_a_file_beside(tmp_path: Path) -> None:
-    """As in vLLM; MLX's `quantization` comes last."""
+    """vLLM does so; MLX's `quantization` comes last."""
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 2}))
     gptq, other = {"quant_method": "gptq", "bits": 4}, {"bits": 8, "group_size": 64}
     for config, expected in (
@@ -173,7 +173,7 @@ def test_settings_in_config_json_win_over_those_of_a_file_beside(tmp_path: Path)
 
 
 def test_quanto_is_known_by_the_file_that_it_writes(tmp_path: Path) -> None:
-    """optimum-quanto 0.2.7 writes a map of modules, and no settings to config.json."""
+    """optimum-quanto 0.2.7 writes a map of modules, and no settings in config.json."""
     where = folder(tmp_path, {NAME + "._data": torch.zeros(4, 4, dtype=torch.int8)}, None).path
     (where / "quanto_qmap.json").write_text(
         json.dumps({NAME.removesuffix(".weight"): {"weights": "qint8", "activations": "none"}})

@@ -1,4 +1,4 @@
-"""Which schemes exist, and what becomes of a scheme at a width that it does not divide."""
+"""The schemes that exist, and how they change for a width that their groups do not divide."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""AWQ and GPTQ: what we write is what the formats say, bit for bit, and what we read.
+"""AWQ and GPTQ: we write what the formats say, bit for bit, and read it.
 
-The decoders here are written from the facts of the formats alone, one value after another.
+The decoders here follow only the facts of the formats, one value after another.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def awq_value(parts: Parts, group_size: int, out: int, place: int) -> float:
 
 
 def gptq_value(parts: Parts, bits: int, version: str, out: int, place: int) -> float:
-    """The same of a GPTQ linear."""
+    """The same for a GPTQ linear."""
     per_word = 32 // bits
     words, zeros = parts[QWEIGHT].numpy(), parts[QZEROS].numpy()
     group = int(parts[G_IDX][place])
@@ -142,7 +142,7 @@ def test_zero_points_that_borrowed_from_their_neighbours_are_given_back() -> Non
     weight = weight_of(4, 8, 64, 64, symmetric=False, seed=0)
     weight.offset.copy_(torch.tensor([[0], [5], [0], [0], [15], [1], [0], [9]]))
     stored = GptqLayout(4, 64, V2).encode(NAME, weight)
-    stored[QZEROS] = stored[QZEROS] - 0x11111111  # as GPTQModel does, over a whole word
+    stored[QZEROS] = stored[QZEROS] - 0x11111111  # as GPTQModel does, across a whole word
     assert_same_values(GptqLayout(4, 64, V1, borrows=True).decode(NAME, stored), weight)
     by_field = GptqLayout(4, 64, V1).decode(NAME, stored)
     assert not torch.equal(by_field.offset, weight.offset.half())
@@ -210,7 +210,7 @@ FOLDERS: dict[str, tuple[AwqLayout | GptqLayout, dict[str, Any]]] = {
 
 
 def stored(kind: str, **changed: Tensor | None) -> tuple[Parts, dict[str, Any]]:
-    """Tensors of a folder, some of them left out (None) or replaced, and its config."""
+    """A folder's tensors, some of them left out (None) or replaced, and its config."""
     layout, config = FOLDERS[kind]
     parts = {MODULE + key: part for key, part in layout.encode(NAME, WEIGHT).items()}
     parts |= {"model.norm.weight": torch.ones(6), "lm_head.weight": torch.ones(3, 64)}

@@ -1,4 +1,4 @@
-"""A tiny llama in a folder whose tokenizer splits words as GPT-2's does."""
+"""A tiny Llama in a folder whose tokenizer splits words like GPT-2's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MakeFolder = Callable[..., Path]
 
 @pytest.fixture
 def make_folder(make_llama: MakeFolder, alphabet: str) -> MakeFolder:
-    """Write it; arguments as for `make_llama`."""
+    """Write the folder; arguments as for `make_llama`."""
 
     def make(name: str = "readable", **changes: object) -> Path:
         folder = make_llama(name, **{"hidden_size": 256, "intermediate_size": 512} | changes)

@@ -1,4 +1,4 @@
-"""`quantize --format gguf`: from a GGUF file or a folder to one file, read back in two ways."""
+"""`quantize --format gguf`: from a GGUF file or a folder to one file, which two readers check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 class Stop(Exception):  # noqa: N818
-    """Stands for whatever ends a run."""
+    """Represents anything that ends a run."""
 
 
 def options(bits: int, *, symmetric: bool = True, **changes: object) -> QuantizeOptions:
@@ -127,7 +127,7 @@ def test_a_folder_becomes_a_file_with_its_settings_and_tokens(
     assert theirs == ours
     exact, found = weights_of(folder), weights_of(report.out)
     assert found.keys() == exact.keys()
-    for name, weight in found.items():  # rows of queries and keys are in another order there
+    for name, weight in found.items():  # the file orders the rows of queries and keys differently
         expected = exact[name]
         if expected.dim() == 2:
             expected = rtn.quantize(expected, WeightScheme(8, 32), "float16").dequantize()
@@ -285,7 +285,7 @@ def test_a_template_that_is_no_text_is_one_line(make_folder: MakeFolder, tmp_pat
 
 
 def test_empty_lists_of_a_base_are_left_out_unless_readers_need_them(tmp_path: Path) -> None:
-    """The `gguf` package reads them and does not write them."""
+    """The `gguf` package reads such lists but cannot write them."""
     path, text, some = tmp_path / "odd.gguf", gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
 
     def keyed(key: str, *numbers: tuple[int, int]) -> bytes:

@@ -1,4 +1,4 @@
-"""A calibrated KV plan, as it is written and read."""
+"""A calibrated KV plan, written and read."""
 
 from __future__ import annotations
 

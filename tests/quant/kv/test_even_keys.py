@@ -1,4 +1,4 @@
-"""Factors that make keys even are chosen where they help, and change nothing but the numbers."""
+"""Factors that even out keys are chosen where they help, and leave the model's function alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPEC = AttentionSpec(
 
 
 def seen(outlier: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Of one row of text; a pair of channels of the keys is larger than the others."""
+    """Data of one row of text; a pair of the keys' channels is larger than the others."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(TOKENS, HEADS, DIM, generator=generator)
     key, value = torch.randn(2, TOKENS, KV_HEADS, DIM, generator=generator)
@@ -91,7 +91,7 @@ def test_where_nothing_is_gained_there_are_no_factors() -> None:
 def test_a_model_with_factors_in_its_weights_says_the_same(
     tiny_llama: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Also with an adapter of the original, to which the factors are applied."""
+    """This includes an adapter of the original, to which the factors are applied."""
     source = open_model(tiny_llama)
     half = 2 ** torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
     layer = KVLayer(

@@ -1,4 +1,4 @@
-"""What KV formats cost a layer."""
+"""The cost of KV formats for a layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 100
 
 
 def measured(bias: float, *, softcap: float | None = None) -> MeasuredLayer:
-    """A layer whose keys have a few channels far from zero, as those with a bias have."""
+    """A layer with a few key channels far from zero, as a bias causes."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(TOKENS, HEADS, DIM, generator=generator)
     key, value = torch.randn(2, TOKENS, KV_HEADS, DIM, generator=generator)

@@ -1,4 +1,4 @@
-"""FP8 scales are moved to where attention is least wrong, each head's for itself."""
+"""FP8 scales move to where attention has the least error, for each head separately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_only_the_head_that_gains_is_shifted() -> None:
     query = torch.randn(TOKENS // EVERY, 2 * HEADS, DIM, generator=generator)
     key = torch.randn(TOKENS, HEADS, DIM, generator=generator)
     value = torch.randn(TOKENS, HEADS, DIM, generator=generator).sign()  # exact at the largest
-    value[0, 1, 0] = 1.21  # now 1 is not: it lies in the middle between two steps
+    value[0, 1, 0] = 1.21  # now 1 is inexact: it lies in the middle between two steps
     row = query, key, value
     exact = attend_with(SPEC, LayerPrecision(KVFormat.FP32), *row)
     before = torch.stack([largest_scales(key), largest_scales(value)])

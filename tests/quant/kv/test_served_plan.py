@@ -1,4 +1,4 @@
-"""A folder quantized with a plan for its KV cache, served as it is; and what real caches cost."""
+"""A folder quantized with a plan for its KV cache, served as it is; and the costs of real caches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from appliance.tokenizer import Tokenizer
 
 
 def answer(folder: Path, prompt: tuple[int, ...]) -> tuple[str, list[int]]:
-    """What its KV cache is called, and 40 tokens."""
+    """Return the name of its KV cache's format, and 40 tokens."""
     config = EngineConfig(model=str(folder), dtype="float32", threads=1, max_num_seqs=2)
     engine = load_llm_engine(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
@@ -70,7 +70,7 @@ def test_a_quantized_folder_is_served_with_its_plan(
     assert len(set(tokens)) > 3, "nothing to compare"
 
 
-# Twice what was measured on 4,096 tokens: 128 are few.
+# Twice what was measured on 4,096 tokens, since 128 tokens are few.
 BOUNDS = {
     "int8": 0.002,
     "fp8": 0.0105,

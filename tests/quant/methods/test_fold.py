@@ -1,4 +1,4 @@
-"""Scales of inputs leave no trace in what a layer computes, whatever family it belongs to."""
+"""Folded input scales do not change what a layer computes, in any family."""
 
 from __future__ import annotations
 

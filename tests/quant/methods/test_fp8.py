@@ -1,4 +1,4 @@
-"""How far FP8 may move a weight, and that scales lie where they are said to."""
+"""How far FP8 may move a weight, and that its scales are where the format says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges, GPTQ and AWQ as arithmetic, on matrices whose best answer is known or bounded."""
+"""The arithmetic of ranges, GPTQ and AWQ, on matrices whose best result is known or bounded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_steps_mean_what_is_packed(scheme: WeightScheme) -> None:
 
 def test_ranges_are_cut_where_that_lowers_the_weighted_error() -> None:
     weight, scheme = weights(), WeightScheme(4, 64, False)
-    weight[:, 5] *= 20  # an outlier whose input never moves
+    weight[:, 5] *= 20  # an outlier whose input is always 0
     energy = torch.ones(128)
     energy[5] = 0.0
 

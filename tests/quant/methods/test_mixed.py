@@ -1,4 +1,4 @@
-"""A budget of bits goes where it saves most, and what is measured names what matters."""
+"""A budget of bits is spent where it saves most, and the measurement names what matters."""
 
 from __future__ import annotations
 

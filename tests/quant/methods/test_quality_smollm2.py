@@ -27,7 +27,7 @@ LAYERS = 2
 SCHEME = WeightScheme(4, 64, symmetric=False)
 CPU = torch.device("cpu")
 CHARACTERS = 24_000
-NUM_ROWS, ROW, STRIDE = 4, 96, 512  # of held-out tokens; the head takes most of the time
+NUM_ROWS, ROW, STRIDE = 4, 96, 512  # held-out tokens; the head takes most of the time
 
 
 def topics(*, held_out: bool) -> str:
@@ -42,8 +42,8 @@ def logits(path: Path, rows: list[list[int]]) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def start(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model up to its second layer; what follows would only take time."""
-    torch.set_num_threads(1)  # more of them wait for one another beside other tests
+    """The model's first two layers; the others would only take time."""
+    torch.set_num_threads(1)  # more threads would wait for one another beside other tests
     folder = tmp_path_factory.mktemp("start")
     source = open_model(smollm2_gguf)
     tensors = {
@@ -74,8 +74,8 @@ def test_calibrated_methods_beat_rounding_and_both_together_lose_to_neither(
         pairs = zip(exact, logits(out, rows), strict=True)
         each = [(e.exp() * (e - found)).sum(-1).mean() for e, found in pairs]
         lost[method] = float(torch.stack(each).mean())
-    # The text is other help topics in every version of Python. With those of 3.11, 3.12 and 3.13 it
-    # is 0.57 to 0.69, 0.38 to 0.43, and 0.84 to 0.93.
+    # The text is Python's help topics, which differ from version to version. With 3.11, 3.12 and
+    # 3.13 the ratios below are 0.57 to 0.69, 0.38 to 0.43, and 0.84 to 0.93.
     assert lost[Method.AWQ] < 0.75 * lost[Method.RTN]
     assert lost[Method.GPTQ] < 0.5 * lost[Method.RTN]
     assert lost[Method.AWQ_GPTQ] < 1.03 * min(lost[Method.AWQ], lost[Method.GPTQ])

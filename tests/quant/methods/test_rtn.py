@@ -46,7 +46,7 @@ def steps_off(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) ->
 
 
 def rounding_of_scale(scheme: WeightScheme) -> float:
-    """By how many steps a range of all codes is off when its scale is rounded to bfloat16."""
+    """Error, in steps, of a range of all codes whose scale is rounded to bfloat16."""
     return scheme.max_code * 2**-8 + 1e-3
 
 
@@ -68,7 +68,8 @@ def test_the_error_is_half_a_step(
     off = steps_off(weight, scheme, scale_dtype)
     bound = 0.5 + rounding_of_scale(scheme)
     if scheme.symmetric:
-        # The side of the farthest weight has one code more than the other, which may be cut.
+        # The sign of the farthest weight has one code more than the other sign, which may be
+        # clamped.
         groups = weight.view(off.shape)
         farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         assert off.abs().max() <= 1 + rounding_of_scale(scheme)

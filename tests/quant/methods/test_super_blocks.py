@@ -59,8 +59,8 @@ def test_a_search_is_never_worse_than_whole_ranges(scheme: SuperBlockScheme) -> 
 
 
 def test_four_bits_with_minima_lose_less_than_as_many_without() -> None:
-    """Q4_K takes 4.5 bits a weight as Q4_0 does."""
-    values = weights(64)[8:]  # all normal
+    """Q4_K takes 4.5 bits per weight, as Q4_0 does."""
+    values = weights(64)[8:]  # all normal, without special groups
     grid = choose_super_blocks(values, SuperBlockScheme("Q4_K"), shares=AROUND)
     stored = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType.Q4_0)
     plain = torch.from_numpy(dequantize(stored, gguf.GGMLQuantizationType.Q4_0))

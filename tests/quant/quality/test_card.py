@@ -29,7 +29,7 @@ VOID = {"meta", "br", "img", "link", "hr", "input"}
 
 
 def lone_card() -> Card:
-    """Of a model without a base."""
+    """A card of a model without a base."""
     return replace(
         make_card(),
         base=None,
@@ -86,7 +86,7 @@ def test_a_file_has_its_card_beside_it(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in order, and remembers them."""
+    """Checks that tags are closed in order, and records them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The walk by layers and pieces of a vocabulary beside a model that is in memory as a whole."""
+"""Evaluation layer by layer, with a vocabulary in pieces, equals that of a whole model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def quantized(make_llama: MakeFolder, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def whole(path: Path, windows: Windows, format: KVFormat = KVFormat.FP32) -> Tensor:
-    """Log probabilities of a model in memory, (places, vocab_size) float64."""
+    """Log probabilities of a model that is in memory whole, (places, vocab_size) float64."""
     decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
     rows = [logits_of(decoder, ids.tolist(), format=format)[:-1] for ids in windows.tokens]
     return torch.cat(rows).double().log_softmax(-1)
@@ -130,7 +130,7 @@ def test_a_model_beside_itself_has_lost_nothing(make_llama: MakeFolder, windows:
 
 
 class WatchedLayer:
-    """A layer, and the streams that it has returned."""
+    """A layer that records the streams that it returns."""
 
     def __init__(self, layer: DecoderLayer, seen: list[Tensor]) -> None:
         self._layer = layer

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness as a program: how it is called, and what is made of what it writes."""
+"""lm-evaluation-harness as a program: how we call it, and how we read its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULTS = {
     },
     "n-samples": {"arc": {"original": 100, "effective": 20}},
 }
-# Stands for the program: leaves its arguments and the results where it was told to.
+# Replaces the program: stores its arguments, and writes the results to the given place.
 PROGRAM = """
 import json, pathlib, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -47,7 +47,7 @@ results["n-samples"]["called"] = {"effective": len(arguments["base_url"])}
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server that knows one model."""
+    """The address of a server with one model."""
 
     class Models(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

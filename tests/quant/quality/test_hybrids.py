@@ -1,4 +1,4 @@
-"""Models whose layers do not all attend, walked by layers, beside models in memory as a whole."""
+"""Models with layers that do not attend, evaluated layer by layer, equal models in memory whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WINDOWS = Windows(
 
 
 def whole(path: Path, kv: Sequence[LayerPrecision] | None = None) -> Tensor:
-    """Log probabilities of a model in memory, (places, vocab_size) float64."""
+    """Log probabilities of a model that is in memory whole, (places, vocab_size) float64."""
     decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
     rows = []
     for ids in WINDOWS.tokens:

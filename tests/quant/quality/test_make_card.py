@@ -38,7 +38,7 @@ ALPHABET = (string.ascii_letters + string.digits)[:50]
 
 
 def add_tokenizer(folder: Path, alphabet: str = ALPHABET) -> Path:
-    """Let a tiny llama read 50 letters and digits."""
+    """Let a tiny Llama read 50 letters and digits."""
     backend = Backend(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = ByteLevelDecoder()
@@ -68,7 +68,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quantized(base: Path, text: Path, tmp_path: Path) -> Path:
-    """Quantized, with the facts of the run and without a card."""
+    """A quantized model, with the facts of the run and without a card."""
     out = tmp_path / "W4"
     options = QuantizeOptions(
         WeightScheme(4, 32), Method.GPTQ, CalibrationText(text, 64, row_tokens=32)
@@ -103,7 +103,8 @@ def test_bits_are_those_of_the_stored_bytes(quantized: Path, base: Path, text: P
     model = make_card(quantized, base, options(text, kv=())).model
     header = 8 + int.from_bytes((quantized / "model.safetensors").read_bytes()[:8], "little")
     assert model.stored_bytes == (quantized / "model.safetensors").stat().st_size - header
-    # 4 bits, a bfloat16 scale for 32, and two 64-bit numbers of shape for each of 14 weights.
+    # 4 bits, a bfloat16 scale for 32 weights, and two 64-bit numbers of shape for each of 14
+    # tensors.
     extra = 14 * 16 * 8 / model.linear_parameters
     assert model.linear_bits_per_weight == pytest.approx(4 + 16 / 32 + extra)
 
@@ -120,7 +121,7 @@ def test_without_a_base_there_is_perplexity_and_caches(base: Path, text: Path) -
 
 
 def test_text_that_calibration_saw_is_noticed(quantized: Path, base: Path, text: Path) -> None:
-    (note,) = make_card(quantized, base, options(text, kv=())).notes  # of the same name
+    (note,) = make_card(quantized, base, options(text, kv=())).notes  # a text of the same name
     assert note.startswith("measured on held-out.txt, which it was calibrated with too")
     other = text.with_name("other.txt")
     text.rename(other)
@@ -204,7 +205,7 @@ def test_quantize_ends_with_a_card(base: Path, tmp_path: Path) -> None:
     )
     assert card.quantize.seconds > 0
     assert card.quantize.peak_ram_bytes > 0
-    assert card.alternatives == ()  # rounding is what was done
+    assert card.alternatives == ()  # rounding is the method itself
 
 
 def test_quantize_without_a_card_keeps_the_facts(base: Path, tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_quantize_without_a_card_keeps_the_facts(base: Path, tmp_path: Path) -> 
 
 
 def test_weights_are_kept_where_no_card_can_be_made(make_llama: MakeFolder, tmp_path: Path) -> None:
-    base, out = make_llama("mute"), tmp_path / "rounded"  # its tokenizer is none
+    base, out = make_llama("mute"), tmp_path / "rounded"  # it has no valid tokenizer
     result = CliRunner().invoke(
         app, ["quantize", str(base), "--group-size", "32", "--out", str(out)]
     )
@@ -244,7 +245,7 @@ def test_serving_asks_the_card(quantized: Path, base: Path, text: Path) -> None:
     with pytest.raises(QualityError, match=r"W4 has no quality card; make one with"):
         quality_of(quantized, parse_min_quality("0.1"))
     assert quality_of(quantized, None).lines == ()
-    assert quality_of(base, parse_min_quality("0.1")).lines == ()  # it was not quantized
+    assert quality_of(base, parse_min_quality("0.1")).lines == ()  # the base was not quantized
     card = make_card(quantized, base, options(text, kv=()))
     write_card(card, quantized)
     assert card.comparison is not None

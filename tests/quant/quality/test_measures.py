@@ -32,7 +32,7 @@ def compared(base: Tensor, candidate: Tensor, pieces: list[tuple[int, int]] = PI
         theirs.add(candidate[:, first:last], first)
         gap.add()
     divergence = Divergence()
-    # In two parts, as windows come.
+    # In two parts, as windows arrive.
     for rows in (slice(0, 17), slice(17, PLACES)):
         places = [
             type(p)(p.true_log_probs[rows], p.top[rows]) for p in (ours.places(), theirs.places())

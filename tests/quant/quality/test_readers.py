@@ -1,4 +1,4 @@
-"""Every form that is written, loaded by transformers as it is: read, or listed as not read."""
+"""transformers loads every form that we write, unless we list the form as not read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from appliance.quant.quality.readers import Form, forms_of, readers_of
 from appliance.quant.run.options import Method, QuantizeOptions, read_asked
 from appliance.quant.run.pipeline import quantize_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of theirs is no refusal
+pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of transformers is no refusal
 TOKENS = [5, 6, 7, 8, 90, 33, 2, 1]
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", TIED),
     "phi3": ("phi3", {}),
     "lfm2": ("lfm2", {}),
-    "helium": ("helium", {}),  # by transformers' modules
+    "helium": ("helium", {}),  # executed by transformers' modules
     "qwen3_moe": (
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 WORDS: dict[str, Any] = {"method": Method.RTN, "bits": None, "group_size": None, "symmetric": True}
 ZEROS = {"symmetric": False}
 FP8 = {"method": Method.FP8}
-# Model, words of the command, bits of the ends, and the forms that are expected of it.
+# Model, the command's arguments, bits of the ends, and the expected forms.
 CASES: list[tuple[str, dict[str, Any], dict[str, int], set[Form]]] = [
     *(("llama", {"bits": bits}, {}, set()) for bits in (4, 8)),
     *(("llama", {"group_size": size}, {}, set()) for size in ("32", "128", "channel")),
@@ -136,7 +136,7 @@ def ours(path: Path) -> torch.Tensor:
 
 
 def theirs(path: Path, settings: Any = None) -> torch.Tensor:
-    """As transformers loads a folder that it is given without a word, or with settings."""
+    """transformers' logits of a folder, loaded with default settings or with given ones."""
     given = {} if settings is None else {"quantization_config": settings}
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
     with torch.no_grad():
@@ -145,10 +145,10 @@ def theirs(path: Path, settings: Any = None) -> torch.Tensor:
 
 
 def distance(path: Path, settings: Any = None) -> float:
-    """Return how far transformers' logits are from ours; infinite if it does not load them."""
+    """Return the distance of transformers' logits from ours; infinite if it cannot load them."""
     try:
         found = theirs(path, settings)
-    except Exception:  # it raises whatever comes up
+    except Exception:  # it raises any kind of error
         return torch.inf
     return float((found - ours(path)).norm() / found.norm())
 
@@ -173,10 +173,10 @@ def test_transformers_reads_what_is_said_to_be_read(
     if not is_read:
         assert distance(report.out) > 0.3, "it is read now: say so in Form"
         return
-    if asked.method is Method.FP8:  # by default it rounds activations as well
+    if asked.method is Method.FP8:  # by default transformers rounds activations as well
         assert distance(report.out) < 0.5
         assert distance(report.out, CompressedTensorsConfig(dequantize=True)) < 0.02
-    else:  # it rounds weights to 16 bits where it dequantizes them
+    else:  # transformers dequantizes to 16-bit weights
         assert distance(report.out) < 0.02
 
 

@@ -1,4 +1,4 @@
-"""Models that no method can do much with: said in one line, by every method, and nothing breaks."""
+"""Models that no method can improve: every method says so in one line, and nothing breaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 
 @pytest.fixture
 def make_model(make_llama: MakeFolder, model: Path) -> MakeModel:
-    """The readable tiny llama with some other tensors."""
+    """The readable tiny Llama with some other tensors."""
 
     def make(**tensors: torch.Tensor) -> Path:
         folder = make_llama("bad", tensors=tensors)

@@ -1,4 +1,4 @@
-"""Layers of every kind through methods that read text: experts, states, latents, gates, shared."""
+"""Calibrated methods on layers of every kind: experts, states, latents, gates, shared ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = {
 TOKENS = torch.randint(0, 50, (45,), generator=torch.Generator().manual_seed(9)).tolist()
 KINDS = EXPERTS | RECURRENT | CENTERED
 _UNKNOWN = {("falcon", "head_dim")}
-LONELY = 3  # an expert that no token chooses
+LONELY = 3  # no token chooses this expert
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_a_calibrated_model_answers_as_before(
 ) -> None:
     base = write(name, model, tmp_path / "base")
     report = quantize_model(base, tmp_path / "out", options(method, 8, text))
-    # An untrained Gemma 4 does not divide its scores by anything.
+    # An untrained Gemma 4 does not scale its scores.
     bound = 0.05 if name == "gemma4" else 0.02
     assert divergence(logits(base), logits(report.out)) < bound
     before, after = open_model(base), open_model(report.out)
@@ -125,7 +125,7 @@ def test_a_calibrated_model_answers_as_before(
 
 
 def test_what_text_tells_is_worth_bits(model: Path, text: Path, tmp_path: Path) -> None:
-    """On the text itself."""
+    """The comparison uses the calibration text itself."""
     base = write("qwen3_moe", model, tmp_path / "base")
     exact = logits(base)
     out = {}

@@ -1,4 +1,4 @@
-"""What a command leaves open is chosen by the model, the memory, and the readers of the result."""
+"""The choices that a command leaves open follow from the model, the memory and the readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEST = Method.AWQ_GPTQ
 def left_open(
     *, bits: int | None = None, size: str | None = None, **changes: Any
 ) -> QuantizeOptions:
-    """As the command reads its words without --method."""
+    """The options that a command without --method gives."""
     form = changes.get("format", WeightFormat.COMPRESSED_TENSORS)
     asked = read_asked(None, bits, size, symmetric=changes.pop("symmetric", None), format=form)
     return QuantizeOptions(asked.scheme, asked.method, open=asked.open, **changes)
@@ -40,7 +40,7 @@ def left_open(
     [
         ({"hidden_size": 128, "num_attention_heads": 4}, {}, WeightScheme(4, 64, symmetric=False)),
         ({}, {}, WeightScheme(4, 32, symmetric=False)),  # 64 does not divide 96
-        ({}, {"size": "64"}, WeightScheme(4, 64)),  # of several sizes, so without zero points
+        ({}, {"size": "64"}, WeightScheme(4, 64)),  # groups of several sizes, hence no zero points
         ({}, {"bits": 3}, WeightScheme(3, 32, symmetric=False)),
         ({}, {"symmetric": True}, WeightScheme(4, 32)),
         ({}, {"size": "64", "symmetric": False}, WeightScheme(4, 64, symmetric=False)),

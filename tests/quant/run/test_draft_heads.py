@@ -1,4 +1,4 @@
-"""A head that a checkpoint brings for drafting goes through `quantize` and `repack` as it is."""
+"""`quantize` and `repack` copy a checkpoint's draft head unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The card that follows a run is in its memory plan, and keeps to its ceiling."""
+"""A run's memory plan includes the card that follows, which keeps to its ceiling."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_run_is_refused_whose_card_would_not_fit(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_card_keeps_to_the_ceiling(model: Path, tmp_path: Path) -> None:
-    """All that is in memory counts, whatever it is of."""
+    """All memory counts, whatever holds it."""
     text = tmp_path / "letters.txt"
     text.write_text(LETTERS * 200)
     arguments = map(str, (model, tmp_path / "out", text, WINDOW, 120 * MIB, 4000 * MIB))

@@ -76,7 +76,7 @@ def plan_of(model: Path, method: Method) -> RunMemory:
 
 
 def test_more_experts_and_layers_take_no_more_memory(tmp_path: Path) -> None:
-    """One process on one processor; a layer of the second has 18 MiB in float32."""
+    """One process on one processor; a layer of the second model has 18 MiB in float32."""
     write(tmp_path / "few", hidden=256, experts=4, layers=1)
     write(tmp_path / "many", hidden=256, experts=24, layers=2)
     beside = 140 * MIB

@@ -1,4 +1,4 @@
-"""Models with experts through `quantize`: each expert is rounded, and what routes is not."""
+"""Models with experts through `quantize`: each expert is rounded, routers are not."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def test_what_decides_and_what_tokens_add_stay_as_they_are(case: str, tmp_path: 
     native = load_native(result, NativeEngine(load_library(), 1), torch.float32)
     expected, found = logits_of(exact, tokens), logits_of(native, tokens)
     errors = (found - expected).pow(2).mean(dim=-1).sqrt() / expected.std()
-    # Rounded inputs; an untrained Gemma 4 does not divide its scores by anything.
+    # Activations are rounded; an untrained Gemma 4 does not scale its scores.
     assert errors.median() < (0.03 if case == "gpt_oss" else 0.1), errors

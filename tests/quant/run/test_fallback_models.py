@@ -1,4 +1,4 @@
-"""Quantizing a model that transformers' modules execute: without text, and else refused by name."""
+"""Quantizing a model that transformers' modules execute: methods without text, others refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _no_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hunyuan with experts has a family of its own by now."""
+    """Hide our families: Hunyuan with experts has one by now."""
     monkeypatch.setattr(source, "find_family", lambda config: None)
 
 
@@ -68,7 +68,7 @@ def test_eight_bits_are_packed_and_answer_nearly_as_before(folder: Path, tmp_pat
     before, _ = logits(folder)
     after, format = logits(out)
     assert format.startswith("8 bits")
-    # On average: a row whose experts change with the rounding says something else.
+    # On average: a row whose experts change with the rounding gives other logits.
     assert 0 < float((after - before).abs().mean()) < 0.05 * float(before.std())
     packed = [slot.name for slot in open_model(out).slots() if slot.is_linear]
     weights = open_model(out).weights

@@ -1,4 +1,4 @@
-"""Every family of decoders goes all the way through calibrated quantizing, norms and biases too."""
+"""Every family of decoders passes calibrated quantization, including norms and biases."""
 
 from __future__ import annotations
 

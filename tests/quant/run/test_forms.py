@@ -1,4 +1,4 @@
-"""What a person may ask of the weights, written to a folder and read back from it."""
+"""Every form of weights that a person can request, written to a folder and read back."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from appliance.quant.text.calibration import CalibrationText
 
 TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 MORE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-# Rows of these keep their order in a file of Llama's.
+# Rows of these keep their order in a Llama's file.
 NAMES = {
     "model.layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
     "model.layers.1.self_attn.v_proj.weight": "blk.1.attn_v.weight",

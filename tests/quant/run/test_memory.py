@@ -1,4 +1,4 @@
-"""What a run takes is reckoned beforehand, kept to, and does not grow with the model."""
+"""A run's memory is planned beforehand, kept to, and does not grow with the model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def large_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """What a run by each method took; each has one processor, so its allocations have one order."""
+    """Memory of a run by each method; on one processor each, so that allocations have one order."""
     folder = tmp_path_factory.mktemp("large")
     text = folder / "letters.txt"
     text.write_text(LETTERS * 800)

@@ -1,4 +1,4 @@
-"""A model folder in, a quantized model folder out, or one clear line and nothing."""
+"""A model folder becomes a quantized model folder, or there is one clear line and nothing else."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_head_of_other_values_stays_beside_the_embedding(
     folder = make_llama(tie_word_embeddings=True, tensors={"lm_head.weight": own})
     report = quantize_model(folder, tmp_path / "out")
     assert torch.equal(SafetensorsFolder(report.out).load("lm_head.weight"), own)
-    assert config_of(report.out)["tie_word_embeddings"] is False  # for programs that obey it
+    assert config_of(report.out)["tie_word_embeddings"] is False  # for programs that respect it
     assert any("lm_head.weight holds other values" in note for note in report.notes)
 
 
@@ -283,7 +283,7 @@ def test_refusals_are_one_line_and_leave_nothing(
 
 
 def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
-    # As in a hub cache, where model.gguf is a link to a file that is named by its hash.
+    # As in a hub's cache, where model.gguf is a link to a file named by its hash.
     (tmp_path / "0a1b2c").write_bytes(b"GGUF")
     (tmp_path / "model.gguf").symlink_to(tmp_path / "0a1b2c")
     with pytest.raises(CheckpointError, match=r"model\.gguf") as caught:

@@ -1,4 +1,4 @@
-"""The default model, quantized: read back by us, by transformers, and made in little memory."""
+"""The quantized default model: we and transformers read it, and making it took little memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(smollm2_gguf: Path, out: Path) -> dict[str, Any]:
-    """What a run in a process of its own says, and the KiB that it took."""
+    """The report of a run in a process of its own, and the KiB that it took."""
     command = [sys.executable, "-c", RUN, str(smollm2_gguf), str(out)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, Any] = json.loads(printed)

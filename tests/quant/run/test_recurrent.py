@@ -1,4 +1,4 @@
-"""Models with recurrent layers through `quantize`: linears are rounded, what decides is not."""
+"""Models with recurrent layers through `quantize`: linears are rounded, gates are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was killed, interrupted or out of space goes on, and its result is the same."""
+"""A run that was killed, interrupted or out of space resumes, with the same result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options(text: Path, method: Method = Method.GPTQ, **changes: Any) -> Quantiz
 
 
 class Stop(Exception):  # noqa: N818
-    """Stands for whatever ends a run: no error of ours, so the work is kept."""
+    """Represents anything that ends a run: it is no error of ours, so the work is kept."""
 
 
 def stop_after(unit: str) -> Callable[[QuantizeEvent], None]:
@@ -67,7 +67,7 @@ def begin(model: Path, out: Path, asked: QuantizeOptions, *, until: str = "layer
 
 
 def units_of_run(model: Path, out: Path, asked: QuantizeOptions) -> list[str]:
-    """Finish a run; returns what it did."""
+    """Finish a run; return what it did."""
     events: list[QuantizeEvent] = []
     quantize_model(model, out, asked, events.append)
     return [event.name for event in events if isinstance(event, UnitFinished)]
@@ -231,7 +231,7 @@ def full(*_: object, **__: object) -> None:
 def test_a_full_disk_at_any_write_loses_nothing(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
-    """Whatever fails, the second run ends with the same bytes, and keeps what was done."""
+    """Whatever fails, the second run gives the same bytes, and reuses what was done."""
     asked = options(text, method)
     whole = quantize_model(model, tmp_path / "whole", asked).out
     kept = 0

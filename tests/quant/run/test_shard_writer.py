@@ -1,4 +1,4 @@
-"""Files with every tensor in its place, whatever the order in which they come."""
+"""Files with every tensor in its place, in whatever order tensors arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all, and what was built stays for the next run."""
+"""A folder appears whole or not at all, and unfinished work stays for the next run."""
 
 from __future__ import annotations
 

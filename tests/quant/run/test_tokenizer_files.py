@@ -1,4 +1,4 @@
-"""What goes from a GGUF file into the folder of its quantized form, beside weights."""
+"""The files that a GGUF file contributes to the folder of its quantized form, besides weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration rows, and what calibrated methods make of a whole small model."""
+"""Calibration rows, and the results of calibrated methods on a whole small model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from appliance.quant.walk.walk import Walk
 
 MakeFolder = Callable[..., Path]
 CPU = torch.device("cpu")
-# of the loss of rounding; random weights leave AWQ little to gain
+# share of rounding's loss; random weights leave AWQ little to gain
 BOUNDS = {"awq": 0.95, "gptq": 0.8, "awq+gptq": 0.8}
 SCHEME = WeightScheme(4, 32, False)
 

@@ -1,4 +1,4 @@
-"""Text to calibrate with, from files of several kinds and from a hub."""
+"""Text for calibration, from files of several kinds and from a hub."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parquet_without_its_library_is_one_line(
 
 
 class Hub:
-    """Stands for the hub."""
+    """Replaces the hub."""
 
     def __init__(self, folder: Path, files: list[str]) -> None:
         self.folder, self.files = folder, files
@@ -147,7 +147,7 @@ def test_of_many_documents_a_seed_takes_some() -> None:
 
 
 class Template(SimpleNamespace):
-    """A tokenizer of characters that notes what it is given."""
+    """A character tokenizer that records its inputs."""
 
     chat_template: object = None
     is_isolated = False

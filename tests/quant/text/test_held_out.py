@@ -11,7 +11,7 @@ from appliance.tokenizer import Tokenizer
 
 
 class Words:
-    """A tokenizer of one id a character."""
+    """A tokenizer with one id per character."""
 
     def __init__(self, bos: list[int]) -> None:
         self._bos = bos

@@ -1,4 +1,4 @@
-"""Text that a model writes by itself: reproducible, and never a reason to stop."""
+"""Text that a model writes itself: reproducible, and never a reason to stop."""
 
 from __future__ import annotations
 

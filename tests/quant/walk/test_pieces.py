@@ -1,4 +1,4 @@
-"""Pieces of weights, and the search for what is no number in them."""
+"""Weights in pieces, and the search for non-finite numbers in them."""
 
 from __future__ import annotations
 

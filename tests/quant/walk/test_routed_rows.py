@@ -1,4 +1,4 @@
-"""Experts that run one after another do what the layer with all of them does at once."""
+"""Experts that run one after another compute what the layer computes with all of them at once."""
 
 from __future__ import annotations
 
