@@ -17,13 +17,13 @@ from support.kernels import code_record
 
 from appliance.runtime import limit_spinning
 
-# Scripts of tests/support that tests start import what lies beside them.
+# Tests start scripts in tests/support, which import the modules beside them.
 _SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.getenv("PYTHONPATH"))))
 limit_spinning()  # the tests share their processors with servers under test
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There is a worker for each processor: torch's threads would wait for those of others. Said
-    # here, before a folder's conftest imports torch.
+    # There is a worker for each processor, where torch's threads would wait for those of others.
+    # Set here, before a folder's conftest imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example is too slow: the machine may be busy with other work.
@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if isa := os.environ.get("APPLIANCE_CPU_ISA"):  # for engines in this process too
+    if isa := os.environ.get("APPLIANCE_CPU_ISA"):  # also for engines in this process
         from support.kernels.faces import leave_out
 
         leave_out(isa)
@@ -87,18 +87,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
             config.pluginmanager.register(Stopwatch())
     else:
-        for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe it
+        for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe them
             os.environ.pop(name, None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker what each would have to find."""
+    """Pass a worker what it would otherwise have to compute."""
     node.workerinput["unchanged"] = sorted(code_record.unchanged_in_run(node.config))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write down that all cases passed."""
+    """Record that all cases passed."""
     config = session.config
     if (
         config.option.executed == "changed"
@@ -117,7 +117,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first, or one worker may be left with them when the others are done."""
+    """Sort the longest first, or one worker may still run them when the others are done."""
     if hasattr(config, "workerinput"):
         from support.runs.file_scheduling import durations, longest_first
 
@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """In a parallel run one worker compiles what all of them import; the others wait for it.
 
-    Little of what is made now is ever garbage, so none is looked for.
+    Little of what is created now ever becomes garbage, so garbage collection is off.
     """
     gc.disable()
     if not hasattr(session.config, "workerinput"):
@@ -143,9 +143,9 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Look through what was imported for garbage no more, and through the rest less often.
+    """Exclude the imported objects from garbage collection, and collect others less often.
 
-    With the usual thresholds it took a quarter of the processor's time.
+    With the usual thresholds collection took a quarter of the processor's time.
     """
     gc.freeze()
     gc.set_threshold(20_000, 50, 20)
@@ -154,7 +154,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _threads_are_given_back() -> Iterator[None]:
-    """An engine sets torch's threads for its process, where any other file may come next."""
+    """Restore torch's threads: an engine sets them for its process, where other files come next."""
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else 0
     yield
@@ -175,7 +175,7 @@ def _unlike_if_asked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def unlike_products() -> Iterator[None]:
-    """torch's last bits differ with the rows, as on some processors: for tests of closeness."""
+    """Make torch's last bits differ with the rows, as on some CPUs: for tests of closeness."""
     from support.kernels import products
 
     with products.unlike_products():
@@ -184,7 +184,7 @@ def unlike_products() -> Iterator[None]:
 
 @pytest.fixture
 def exact_products() -> Iterator[None]:
-    """torch's order of summation does not show: for tests of equal tokens."""
+    """Make torch's order of summation invisible: for tests of equal tokens."""
     from support.kernels import products
 
     with products.exact_products():
@@ -223,7 +223,7 @@ TINY_CONFIG = {
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer model, as the hub would have it; it has no tokenizer."""
+    """A folder with a random two-layer model, as a hub stores it; it has no tokenizer."""
     import torch
     from safetensors.torch import save_file
 

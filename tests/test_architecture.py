@@ -1,4 +1,4 @@
-"""The import diagram of the design, as a test: who may import whom, and how large a file may be."""
+"""The import diagram of the design, as a test: which module may import which, and file sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.cli import Commands
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 700
-MAX_COLUMNS = 100  # of C; ruff sees to Python
+MAX_COLUMNS = 100  # in C files; ruff checks Python's
 C_FOLDERS = {
     ROOT / "kernels" / "cpu" / "src",
     ROOT / "tests" / "kernels" / "cpu",
@@ -27,8 +27,8 @@ LEAVES = {
     "model_files.gguf_names", "progress.quantize_events", "model_files.rankers", "wording",
     "long_lived", "model_files.other_forms",
 }  # fmt: skip
-# Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
-# may import itself and the leaves.
+# The longest matching prefix applies. A value lists what else of ours the unit may import; every
+# unit may import itself and the leaves.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"kernels", "quant.formats", "model_files.checkpoint", "gguf"},
     "model.narrowed": {"kernels", "quant.formats", "quant.methods.rtn", "model"},
     "engine": {"model", "kernels", "model_files.checkpoint", "gguf", "config", "log", "grammar"},
-    # Beyond one box, and the only room that knows Ray.
+    # Beyond one machine, and the only room that knows Ray.
     "cluster": {"config", "engine", "hub", "log", "server"},
     "server": {
         "engine", "config", "tokenizer", "text", "log", "progress.jobs",
@@ -109,7 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 
 # The folders of a unit and the files beside them, lowest first: each may import itself and those
-# before it, also lazily and for types, so that no circle spans two.
+# before it, also lazily and for types, so that no cycle spans two.
 ROOMS = {
     "engine": [
         "nouns", "blocks", "tiers", "scheduling", "grammars", "speculation", "run", "devices",
@@ -122,10 +122,11 @@ ROOMS = {
     ],
 }  # fmt: skip
 
-# Run while the package is being built, when nothing is installed but setuptools.
+# These run while the package is built, when only setuptools is installed.
 BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 
-# What is started, or imported by whom we serve; all else is reached from here, or by tests alone.
+# Modules that are started, or that a client imports; all others are reached from these, or only by
+# tests.
 DOORS = {
     "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
     "hub.__main__",
@@ -145,7 +146,7 @@ NO_TORCH = [
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of ours, by its name below `appliance`."""
+    """All our modules, by their names below `appliance`."""
     found: dict[str, Path] = {}
     for folder in (ROOT / "appliance", ROOT / "kernels", ROOT / "quant", ROOT / "tui"):
         base = folder if folder.name == "appliance" else ROOT
@@ -204,7 +205,7 @@ def test_imports_follow_the_diagram() -> None:
 
 
 def test_every_module_is_reached_from_a_door() -> None:
-    """But references, which say what a kernel computes."""
+    """References are exempt: they define what a kernel computes."""
     reached: set[str] = set()
     waiting = {*DOORS}
     while waiting:
@@ -217,7 +218,7 @@ def test_every_module_is_reached_from_a_door() -> None:
 
 
 def lineage(name: str) -> list[str]:
-    """A name and all that it lies in."""
+    """A name and the packages that contain it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
@@ -337,7 +338,7 @@ def test_triton_is_imported_in_kernel_files_only() -> None:
 
 
 def test_nothing_is_packed_to_save_lines() -> None:
-    """As `*(a, b)` in a call or a list, which hides what is passed."""
+    """`*(a, b)` in a call or a list is such packing, which hides what is passed."""
     folders = ("appliance", "kernels", "quant", "tui", "scripts", "tests")
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     wrong = [

@@ -1,4 +1,4 @@
-"""What a server prints for a person to paste is what a shell can run."""
+"""The commands that a server prints for pasting are valid in a shell."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CARD = SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "the model's card")
 
 
 def row(label: str, info: EngineInfo = INFO, **options: Any) -> str:
-    """What the banner says behind a label."""
+    """The text after a label of the banner."""
     lines = banner("http://127.0.0.1:9", "it's a <model>", info, **options).splitlines()
     (text,) = [line[13:] for line in lines if line[2:12].strip() == label]
     return text
 
 
 def body_of(curl: str) -> tuple[str, dict[str, Any]]:
-    """The URL that a line of curl asks, and what it sends."""
+    """The URL that a curl command requests, and its body."""
     words = shlex.split(curl)
     assert words[0] == "curl"
     body: dict[str, Any] = json.loads(words[words.index("-d") + 1])

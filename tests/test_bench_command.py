@@ -1,4 +1,4 @@
-"""`appliance bench` against an engine that repeats its prompt."""
+"""`appliance bench` with an engine that repeats its prompt."""
 
 from __future__ import annotations
 

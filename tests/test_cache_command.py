@@ -1,4 +1,4 @@
-"""`appliance cache` on a folder as servers leave it."""
+"""`appliance cache` on a folder that servers have left."""
 
 from __future__ import annotations
 

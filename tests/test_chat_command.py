@@ -1,4 +1,4 @@
-"""`appliance chat` as a person types into it, in a terminal of its own."""
+"""`appliance chat` with a person's input, in a terminal of its own."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Typist:
         os.write(self.screen, text.encode())
 
     async def sees(self, words: str) -> None:
-        """Wait until words stand behind all that was seen before."""
+        """Wait until words appear after everything that was seen before."""
 
         def look() -> bool:
-            with contextlib.suppress(OSError):  # nothing yet, or it has ended
+            with contextlib.suppress(OSError):  # no output yet, or it has ended
                 self.text += os.read(self.screen, 65536).decode(errors="replace")
             return words in self.text
 
@@ -69,7 +69,7 @@ class Typist:
 
 @pytest.fixture
 def type_into(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
-    """Starts a chat, which ends with the test."""
+    """Start a chat, which ends with the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: str) -> Typist:
@@ -88,7 +88,7 @@ async def test_a_chat_in_a_terminal(
         typist = type_into("--url", running.url, "--system", "S")
         await typist.sees("/help lists")
         typist.type("hello\n")
-        await typist.sees("system")  # the beginning of the prompt, repeated
+        await typist.sees("system")  # the beginning of the repeated prompt
         await typist.sees("first token")
         typist.type('"""\none\ntwo\n"""\n')
         typist.type("/undo\n")
@@ -152,8 +152,8 @@ async def test_a_chat_without_a_server(
     await typist.sees("max_tokens 900")
     typist.type("Count from one to one thousand, and spell each number.\n")
     await typist.sees("number.\r\n")  # shown as it is typed
-    await typist.sees("\x1b[?2004l\r")  # and sent
-    await typist.sees(" ")  # of the answer
+    await typist.sees("\x1b[?2004l\r")  # and the line is sent
+    await typist.sees(" ")  # text of the answer
     typist.type("\x03")
     await typist.sees("stopped")
     typist.type("/exit\n")

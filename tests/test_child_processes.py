@@ -1,4 +1,4 @@
-"""What processes that we start may import, and what they are told."""
+"""What the processes that we start may import, and what their environment holds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from appliance.runtime import SECRETS, child_environment
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("appliance", "kernels", "quant", "tui")
-# They start compilers and their tools, with whatever these read from the environment.
+# These start compilers and their tools, with all variables that such programs read.
 COMPILERS = {"kernels/cpu/build.py"}
 
 
 def trees_with(word: str) -> dict[str, ast.Module]:
-    """Every file of ours that has the word, by its place."""
+    """Every file of ours that contains the word, by its path."""
     return {
         str(path.relative_to(ROOT)): ast.parse(text)
         for folder in FOLDERS
@@ -31,7 +31,7 @@ def trees_with(word: str) -> dict[str, ast.Module]:
 
 
 def test_no_interpreter_imports_from_the_current_folder() -> None:
-    """`python -m` puts that folder first: a json.py in it would run in place of Python's."""
+    """`python -m` puts that folder first, so that a json.py in it would replace Python's."""
     found = 0
     for place, tree in trees_with("executable").items():
         for node in ast.walk(tree):

@@ -95,7 +95,7 @@ def test_help_names_every_command_uncut() -> None:
 
 
 def commands() -> dict[str, Any]:
-    """Every command and what it takes, by the words that call it."""
+    """Every command and its parameters, by the words that call it."""
     group = typer.main.get_command(app)
     found = {name: command for name, command in vars(group)["commands"].items() if name != "cache"}
     inner = vars(vars(group)["commands"]["cache"])["commands"]

@@ -1,4 +1,4 @@
-"""`appliance config` shows what is in effect and where it comes from."""
+"""`appliance config` shows the settings in effect and their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`appliance connect` as a person calls it; each set-up is tested in tests/connect."""
+"""`appliance connect` as a person calls it; tests/connect tests each set-up."""
 
 from __future__ import annotations
 

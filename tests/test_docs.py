@@ -1,4 +1,4 @@
-"""The documentation is true as far as a test can tell: links, commands, code, generated tables."""
+"""The documentation is true as far as a test can check: links, commands, code, generated tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def blocks(*languages: str) -> Iterator[tuple[str, str]]:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """Every line of a page that starts a command of ours or a script."""
+    """Every line of a page that starts one of our commands or a script."""
     found = []
     for name, code in blocks("", "bash", "sh"):
         for line in code.replace("\\\n", " ").splitlines():
@@ -50,7 +50,7 @@ def command_lines() -> list[tuple[str, str]]:
 
 @cache
 def modules() -> tuple[str, ...]:
-    """Every Python file of the project, from its root."""
+    """Every Python file of the project, relative to its root."""
     folders = ("appliance", "kernels", "quant", "tui", "tests", "scripts")
     found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return tuple(str(path.relative_to(ROOT)) for path in found)
@@ -117,7 +117,7 @@ def test_python_is_python(page: str, code: str) -> None:
 
 @pytest.mark.parametrize(("page", "code"), list(blocks("toml")))
 def test_configuration_is_accepted(page: str, code: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"  # without the file of keys, which is the reader's
+    path = tmp_path / "config.toml"  # without the file of keys, which the reader provides
     path.write_text("\n".join(line for line in code.splitlines() if "api_key_file" not in line))
     load_settings({}, path)
 

@@ -1,4 +1,4 @@
-"""`appliance docs` in a terminal, with the pagers that people have."""
+"""`appliance docs` in a terminal, with common pagers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import pytest
 from support.runs.waiting import LIMIT
 
 SIZE = struct.pack("HHHH", 20, 80, 0, 0)  # rows, columns
-# What moves the cursor, clears, or chooses a colour: a terminal obeys it, and shows none of it.
+# Sequences that move the cursor, clear, or set a colour: a terminal shows none of them.
 OBEYED = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>]|\([AB])|[\x07\x08\r]")
 
 
 def shown(topic: str, environment: dict[str, str], until: str) -> str:
-    """The text that the terminal shows, up to a word; then q is pressed and it ends."""
+    """The text that the terminal shows, up to a word; then q is pressed and the pager ends."""
     usual = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     usual |= {"HOME": os.environ["HOME"], "TERM": "xterm-256color", "LANG": "C.UTF-8"}
     pid, terminal = pty.fork()
@@ -38,7 +38,7 @@ def shown(topic: str, environment: dict[str, str], until: str) -> str:
             if select.select([terminal], [], [], 0.05)[0]:
                 try:
                     new = os.read(terminal, 65536)
-                except OSError:  # the other side is closed
+                except OSError:  # the other side has closed
                     break
                 if not new:
                     break

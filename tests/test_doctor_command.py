@@ -1,4 +1,4 @@
-"""`appliance doctor` as a person calls it; its checks are tested in tests/doctor."""
+"""`appliance doctor` as a person calls it; tests/doctor tests its checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(*arguments: str) -> Result:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The home of a user called annabel, whose server nobody has started."""
+    """The home of a user named annabel, whose server is not running."""
     home = tmp_path / "annabel"
     home.mkdir()
     for name in ("APPLIANCE_API_KEY", "APPLIANCE_CACHE_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):

@@ -1,4 +1,4 @@
-"""How a parallel run shares the tests out."""
+"""How a parallel run distributes the tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_longest_come_first_and_slow_files_before_others() -> None:
         f"{COPY}[interpreter]",
         "tests/kernels/cpu/test_sanitizers.py::test_c",
         f"{ONCE}[awq]",
-        f"{COPY}[sm_86]",  # of a file with a slow one
+        f"{COPY}[sm_86]",  # from a file with a slow test
         "tests/test_slow.py::test_slow",
         "tests/test_slow.py::test_quick",
         "tests/test_a.py::test_b",

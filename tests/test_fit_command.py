@@ -1,4 +1,4 @@
-"""`appliance fit` and `serve --auto` as a person calls them; plans are tested in tests/fit."""
+"""`appliance fit` and `serve --auto` as a person calls them; tests/fit tests plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.errors import MemoryPlanError
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 1 GiB that takes no room on the disk."""
+    """A model of 1 GiB in a sparse file."""
     path = tmp_path_factory.mktemp("models") / "large"
     write_large_model(path, hidden=2048, middle=6144, layers=10, vocab=4096)
     return path

@@ -23,7 +23,7 @@ QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 
 
 def write_file(path: Path, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """A small file with one matrix of each type; returns what it holds, in float32."""
+    """Write a small file with one matrix of each type; return its values in float32."""
     rng = np.random.default_rng(seed)
     expected: dict[str, np.ndarray] = {}
     writer = gguf.GGUFWriter(path, "llama")
@@ -237,7 +237,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 }
 
 
-# What helps where the file is not damaged.
+# The advice for files that are not damaged.
 ADVICE = {
     "zip": "give a GGUF file",
     "git lfs pointer": "git lfs pull",
@@ -289,7 +289,7 @@ def test_hand_made_files_are_accepted(tmp_path: Path) -> None:
     ids=["out of order", "bytes behind the last tensor", "version 2, alignment 4, scalar"],
 )
 def test_what_others_read_is_read(tmp_path: Path, content: bytes) -> None:
-    """llama.cpp looks at no byte behind the last tensor, and takes any power of two."""
+    """llama.cpp reads no byte after the last tensor, and accepts any power of two."""
     path = tmp_path / "good.gguf"
     path.write_bytes(content)
     file = GGUFFile(path)
@@ -398,7 +398,7 @@ def test_a_file_cut_after_opening_is_an_error_not_a_crash(tmp_path: Path) -> Non
 
 
 def complaint(path: Path) -> str | None:
-    """Read the whole file; what it was refused for, if it was."""
+    """Read the whole file; return the reason of a refusal, if any."""
     try:
         file = GGUFFile(path)
         for name in file.tensor_names():

@@ -1,4 +1,4 @@
-"""`appliance install-service` as a person calls it; its files are tested in tests/service."""
+"""`appliance install-service` as a person calls it; tests/service tests its files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_user_unit_is_written_once(folders: Path, monkeypatch: pytest.MonkeyPa
     unit = folders / "user" / "systemd" / "user" / "appliance.service"
     start = f"ExecStart={sys.executable} -P -m appliance serve {folders}/m.gguf\n"
     assert start in unit.read_text()
-    assert call("--user", "--write", "m.gguf").exit_code == 0  # the same once more
+    assert call("--user", "--write", "m.gguf").exit_code == 0  # the same command again
     assert "exists and differs" in str(call("--user", "--write", "org/other").exception)
     assert call("--user", "--write", "--force", "org/other").exit_code == 0
     assert "serve org/other\n" in unit.read_text()
@@ -53,7 +53,7 @@ def test_a_system_unit_comes_with_a_private_file_of_settings(folders: Path) -> N
     assert config.stat().st_mode & 0o777 == 0o600
     config.write_text("[server]\ndrain_timeout = 100\n")
     assert "TimeoutStopSec=115" in call("--run-as", "llm").stdout
-    assert "config.toml\n[" not in call("--run-as", "llm").stdout  # it is there, and stays
+    assert "config.toml\n[" not in call("--run-as", "llm").stdout  # it exists, and stays
 
 
 def test_a_program_in_a_home_folder_cannot_run_for_an_account_without_one(

@@ -1,4 +1,4 @@
-"""What lives long starts again after a failure, or its owner is told."""
+"""Long-lived parts restart after a failure, or their owner is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Work:
-    """Fails so many times, then goes on until it is ended."""
+    """Fails so many times, then runs until it is ended."""
 
     def __init__(self, failures: int) -> None:
         self.left = failures

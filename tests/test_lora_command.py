@@ -1,4 +1,4 @@
-"""`appliance lora`: what is listed, and what a check says."""
+"""`appliance lora`: its list, and the result of a check."""
 
 from __future__ import annotations
 

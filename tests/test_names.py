@@ -1,4 +1,4 @@
-"""One name, one thing; docstrings say it with a verb; and tests touch no private name of ours.
+"""One name, one thing; docstrings have a verb; and tests touch no private name of ours.
 
 The engine counts blocks. A page is their layout, which only the kernels know.
 """
@@ -18,16 +18,16 @@ OPENING = re.compile(r"(What|Whether|How|Which|Where|Who|When|Why)\b")
 DEFINED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, *DEFINED)
 PRIVATE = re.compile(r"_(?!_)\w+")
-SUSPECT = re.compile(r"""[."' ](_(?!_)\w+)""")  # touched, perhaps
+SUSPECT = re.compile(r"""[."' ](_(?!_)\w+)""")  # perhaps a private name that is touched
 ROOT = Path(__file__).parent.parent
 ROOMS = ("appliance", "kernels", "quant", "tui")
-OURS = {*ROOMS, "bench"}  # where imports lead to names of ours
+OURS = {*ROOMS, "bench"}  # here imports lead to names of ours
 
 MEANT_TWICE = {
     "TextDelta": "a wire message of the Responses API, and one of the Messages API",
 }
 
-# Names with "page" in the engine. All mean the kernels' layout, but for one of the system's.
+# Names with "page" in the engine. All mean the kernels' layout, except one of the system's.
 PAGES_IN_ENGINE = {
     "PAGE_TOKENS",
     "kv_page",
@@ -36,7 +36,8 @@ PAGES_IN_ENGINE = {
     "PAGESIZE",
 }
 
-# Private names that tests may touch: other packages' of the same name, and no names at all.
+# Private names that tests may touch: other packages' of the same name, and strings that are no
+# names.
 OF_OTHERS = {
     ("tests/cluster/test_ray_hooks.py", "_replicas"): "an attribute of Ray's request router",
     ("tests/e2e/clients/test_protocols.py", "_client"): "ollama's client closes only by it",
@@ -55,13 +56,13 @@ def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
     for room in ROOMS:
         for path in sorted((root / room).rglob("*.py")):
             inside = path.relative_to(root / room).parts
-            # The package reaches the other rooms through symlinks as well.
+            # The package also reaches the other rooms through symlinks.
             if not any((root / room / part).is_symlink() for part in inside):
                 yield str(path.relative_to(root)), ast.parse(path.read_text())
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """A module and all statements in it; expressions are not looked into."""
+    """Yield a module and all statements in it, without looking into expressions."""
     yield node
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
         inner = getattr(node, field, ())
@@ -70,7 +71,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def bound(statement: ast.AST) -> Iterator[str]:
-    """Names that a definition or an assignment binds; of `self` its attributes."""
+    """Names that a definition or an assignment binds; for `self` its attributes."""
     if isinstance(statement, DEFINED):
         yield statement.name
     for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
@@ -81,7 +82,7 @@ def bound(statement: ast.AST) -> Iterator[str]:
 
 
 class Found(NamedTuple):
-    """What one reading of all modules finds.
+    """The findings of one pass over all modules.
 
     Attributes:
         classes: modules that define each public class at their top level, by name of the class.
@@ -122,7 +123,7 @@ def indirect_questions(root: Path) -> list[str]:
 
 
 def touched(node: ast.AST) -> Iterator[str]:
-    """Names that an expression or import reaches; a text may be one for `monkeypatch`."""
+    """Names that an expression or import reaches; a string may be one for `monkeypatch`."""
     match node:
         case ast.Attribute(attr=name):
             yield name
@@ -133,12 +134,12 @@ def touched(node: ast.AST) -> Iterator[str]:
 
 
 def private_uses(root: Path) -> dict[str, set[str]]:
-    """Private names of the product that a test touches, by file; not those of its own classes."""
+    """Private names of the product that a test touches, by file, except its own classes' names."""
     found = {}
     for path in sorted((root / "tests").rglob("*.py")):
         text = path.read_text()
         suspects = {*SUSPECT.findall(text)} & looked_through(root).private
-        if not suspects or path == Path(__file__):  # which plants some
+        if not suspects or path == Path(__file__):  # that file plants some
             continue  # most files need no parsing
         module = ast.parse(text)
         patches = "setattr(" in text or "patch(" in text
@@ -157,7 +158,7 @@ def private_uses(root: Path) -> dict[str, set[str]]:
 
 
 def names_of_pages(engine: Path) -> dict[str, str]:
-    """Names with "page" in a folder's modules, each with a module that has it."""
+    """Names with "page" in a folder's modules, each with one module that has it."""
     found = {}
     for path in sorted(engine.rglob("*.py")):
         with path.open("rb") as file:

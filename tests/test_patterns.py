@@ -1,7 +1,7 @@
-"""No expression of ours takes long on any text, and none of a stranger's reaches `re`.
+"""No expression of ours is slow on any text, and no stranger's expression reaches `re`.
 
-`re` goes back and tries again, and cannot be stopped: an expression such as `(0+s?)+` takes hours
-for forty characters. Each expression in the house meets texts made of its own parts, that begin
+`re` backtracks and cannot be stopped: an expression such as `(0+s?)+` takes hours for forty
+characters. Each expression in the product is tried on texts made of its own parts, which begin
 well, repeat something and end badly.
 """
 
@@ -25,16 +25,17 @@ ROOMS = ("appliance", "kernels", "quant", "tui")
 FLAGS = {name: int(getattr(re, name)) for name in re.RegexFlag.__members__}
 METHODS = ("search", "match", "fullmatch", "split", "findall", "finditer", "sub", "subn")
 COMPILERS = {*METHODS, "compile"}
-# Of a file that uses or imports one; no other is parsed. `split` is of strings mostly.
+# Words of a file that uses or imports an expression; no other file is parsed. `split` is mostly
+# that of strings.
 USES = re.compile(
     r"\b(re|regex|fnmatch)\b|\.(search|match|fullmatch|findall|finditer|subn?)\b|[A-Z]\.split\b"
 )
-# Characters, and seconds of the processor for them: 2**n is found by the first ones, before it
-# would take for ever, and of the last ones n**2 takes two seconds or more.
+# Characters, and processor seconds for them: the first sizes find 2**n before it would take for
+# ever, and with the last ones n**2 takes two seconds or more.
 SHORT = ((16, 0.01), (24, 0.02), (512, 0.1))
 LONG = ((8 * 1024, 0.1), (64 * 1024, 0.3))
 
-# Expressions that are made at run time, by file and how they are written there.
+# Expressions that are built at run time, by file and source code.
 MADE = {
     ("appliance/dialects/source.py", "'|'.join(map(re.escape, markers)) or '(?!)'"): "plain texts",
     ("appliance/tokenizer/control_tokens.py", "self._nonce + '(\\\\d+)Z'"): "letters and digits",
@@ -56,7 +57,7 @@ MADE = {
 
 
 class Expression(NamedTuple):
-    """An expression in the source, and the methods by which it is used."""
+    """An expression in the source, and the methods that use it."""
 
     place: str
     text: str | bytes
@@ -68,7 +69,7 @@ class Expression(NamedTuple):
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the files that may use an expression, and what they are."""
+    """Yield the files that may use an expression, and their content."""
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             inside = path.relative_to(ROOT / room).parts
@@ -105,7 +106,7 @@ def flags_of(call: ast.Call) -> int:
 
 
 def expressions() -> tuple[list[Expression], set[tuple[str, str]]]:
-    """Return all expressions, and those that are made at run time by file and code."""
+    """Return all expressions, and those that are built at run time by file and code."""
     uses: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # methods by file and name
     plain: list[tuple[str, str | bytes, int, str]] = []
     made = set()
@@ -161,7 +162,7 @@ def characters(items: Iterable[tuple[Any, Any]]) -> Iterator[str]:
 
 
 def example(items: Iterable[tuple[Any, Any]]) -> str:
-    """Return a short text of an expression's parts."""
+    """Return a short text made of an expression's parts."""
     found = ""
     for op, value in items:
         if op is codes.LITERAL:
@@ -186,7 +187,7 @@ def example(items: Iterable[tuple[Any, Any]]) -> str:
 
 
 def walk(items: Iterable[tuple[Any, Any]], before: str) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield what stands before each repetition, what it repeats, and its characters."""
+    """Yield the text before each repetition, the repeated text, and its characters."""
     for op, value in items:
         if op in REPEATS:
             if value[1] > LONG[0][0]:
@@ -222,7 +223,7 @@ def named(items: Iterable[tuple[Any, Any]]) -> Iterator[str]:
 
 
 def nasty(expression: Expression) -> set[tuple[str, str, str]]:
-    """Return beginnings, what to repeat after each, and ends."""
+    """Return beginnings, texts to repeat after each, and ends."""
     text = expression.text
     parsed = parser.parse(text if isinstance(text, str) else text.decode("latin-1"),
                           expression.flags)  # fmt: skip
@@ -237,7 +238,7 @@ def nasty(expression: Expression) -> set[tuple[str, str, str]]:
 
 
 def seconds(expression: Expression, parts: tuple[str, str, str], size: int) -> float:
-    """Return the processor's seconds for one text, by the slowest method."""
+    """Return the processor seconds for one text, by the slowest method."""
     begin, pump, end = parts
     whole = begin + pump * (size // len(pump)) + end
     text: Any = whole if isinstance(expression.text, str) else whole.encode()
@@ -255,10 +256,10 @@ def seconds(expression: Expression, parts: tuple[str, str, str], size: int) -> f
 
 
 def slow_text(expression: Expression) -> str | None:
-    """Return the kind of text that takes an expression long; None if none does."""
+    """Return the kind of text for which an expression is slow; None if there is none."""
 
     def is_slow(parts: tuple[str, str, str], size: int, limit: float) -> bool:
-        # The second time it is not slow because the machine is busy.
+        # If it is fast the second time, only the machine was busy.
         return all(seconds(expression, parts, size) > limit for _ in range(2))
 
     took = []
@@ -278,7 +279,7 @@ EXPRESSIONS, RUN_TIME = expressions()
 
 
 def test_no_expression_is_made_of_a_strangers_text() -> None:
-    """An adapter's own are matched by `regex`, with a limit of time; the grammars' by Rust."""
+    """`regex` matches an adapter's expressions, with a time limit; Rust matches the grammars'."""
     assert MADE.keys() == RUN_TIME
     importers = {
         (file, name)

@@ -1,4 +1,4 @@
-"""`appliance quantize` as a person meets it: signals, events, displays."""
+"""`appliance quantize` as a person uses it: signals, events, displays."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ RunHere = Callable[..., tuple[int, list[str], list[str]]]
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
-    """Run the command in this process, which has imported all it needs; lines that it wrote."""
+    """Run the command in this process, which has imported everything; return its lines."""
 
     def run(*arguments: str) -> tuple[int, list[str], list[str]]:
         monkeypatch.setattr(sys, "argv", ["appliance", *arguments])
@@ -161,7 +161,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    """Quantize a model of many layers, with lines of JSON."""
+    """Quantize a model of many layers, with JSON lines as output."""
     write_large_model(tmp_path / "model", hidden=128, middle=256, layers=16, vocab=50)
     (tmp_path / "text.txt").write_text(LETTERS * 800)
     return [
@@ -174,7 +174,7 @@ def command(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What runs in the background of a shell ignores SIGINT, and so would all that it starts."""
+    """Restore SIGINT: a shell's background jobs, and processes that they start, ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

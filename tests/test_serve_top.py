@@ -1,4 +1,4 @@
-"""`serve --top`: what is said once the dashboard is closed, and the server with it."""
+"""`serve --top`: its output when the dashboard is closed, and the server with it."""
 
 from __future__ import annotations
 

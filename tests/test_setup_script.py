@@ -1,4 +1,4 @@
-"""What the first start says, and what it leaves behind where it cannot succeed."""
+"""The output of the first start, and what it leaves behind if it cannot succeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOOLS = (
     "bash", "sh", "sed", "sha256sum", "find", "rm", "mkdir", "touch", "grep", "awk", "cut",
     "cat", "cp", "dirname", "sleep",
 )  # fmt: skip
-# Stands for Python, of the system and in .venv: $PIP says what becomes of an installation.
+# Replaces Python, of the system and in .venv: $PIP sets the result of an installation.
 PYTHON = """#!/bin/sh
 case "$*" in
 *version_info*) exit 0 ;;
@@ -48,7 +48,7 @@ Setup = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the script reads, and a PATH of its own."""
+    """A copy of the files that the script reads, and a PATH of its own."""
     folder = tmp_path / "checkout"
     (folder / "scripts").mkdir(parents=True)
     (folder / "kernels" / "cpu" / "src").mkdir(parents=True)
@@ -85,7 +85,7 @@ def start(checkout: Path, **environment: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def setup(checkout: Path) -> Setup:
-    """Run it; its exit code and lines."""
+    """Run the script; return its exit code and lines."""
 
     def run(**environment: str) -> tuple[int, list[str]]:
         process = start(checkout, **environment)
@@ -196,7 +196,7 @@ def test_what_a_killed_start_left_is_not_trusted(checkout: Path, setup: Setup) -
 
 
 def test_the_library_is_compiled_beside_pip_and_ends_with_it(checkout: Path, setup: Setup) -> None:
-    """Each waits for the other's file, so neither can come first."""
+    """Each waits for the other's file, so that both must run at the same time."""
     both = "touch {0}; until test -e {1}; do sleep 0.01; done"
     code, _ = setup(PIP=both.format("piping", "building"), BUILD=both.format("building", "piping"))
     assert code == 0

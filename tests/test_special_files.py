@@ -1,4 +1,4 @@
-"""A FIFO, socket or device in a file's place is refused by name at once, or skipped in a cache."""
+"""A FIFO, socket or device in place of a file is refused by name at once, or skipped in a cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.progress.jobs import read_jobs
 from appliance.tokenizer import Tokenizer
 
-NO_MODEL: Any = None  # is not looked at before the files
-pytestmark = pytest.mark.timeout(60)  # not reached unless it waits for a writer
+NO_MODEL: Any = None  # not read before the files
+pytestmark = pytest.mark.timeout(60)  # only reached if opening a FIFO waits for a writer
 
 
 def make_fifo(path: Path) -> None:
@@ -31,7 +31,7 @@ def make_fifo(path: Path) -> None:
 
 def make_socket(path: Path) -> None:
     before = Path.cwd()
-    os.chdir(path.parent)  # the address may have 107 bytes
+    os.chdir(path.parent)  # an address has at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX) as one:
             one.bind(path.name)

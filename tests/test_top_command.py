@@ -1,4 +1,4 @@
-"""What `appliance top` watches, and with which key."""
+"""The server that `appliance top` watches, and its key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Watched = tuple[str, str | None, TopOptions]
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Watched]:
-    """What the dashboard was started with."""
+    """The arguments with which the dashboard was started."""
     seen: list[Watched] = []
 
     def run(url: str, key: str | None, options: TopOptions) -> int:

@@ -1,4 +1,4 @@
-"""`scripts/check` finds product code that nothing of the product calls."""
+"""`scripts/check` finds product code that nothing in the product calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_a_function_without_a_caller_is_found(tmp_path: Path) -> None:
-    """That the product has none, the check itself says, which runs beside the tests."""
+    """The check itself, which runs beside the tests, shows that the product has none."""
     planted = tmp_path / "planted.py"
     planted.write_text("def nobody_calls_this() -> None: ...\n")
     command = [sys.executable, "-m", "vulture", str(planted)]

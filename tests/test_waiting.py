@@ -1,4 +1,4 @@
-"""The one way in which tests wait."""
+"""The only way in which tests wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark is listed and starts; the cheapest run to their end."""
+"""Every benchmark is listed and starts; the cheapest run to the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHEAP = {
     "cpu_linears": "--shapes qwen2.5-0.5b-qkv --rows 1 --threads 1 --megabytes 1 --seconds 0.01",
     "cpu_attention": "--shapes smollm2-decode-1x350 --formats int8 --seconds 0.01 --layers 1",
 }
-# It collects no garbage and replaces methods, so it has a process to itself.
+# It disables garbage collection and replaces methods, so it gets a process of its own.
 HOST_STEP = "host_step --batches 1 --settings greedy drafts --contexts 512 --steps 2"
 
 
@@ -102,7 +102,7 @@ def assert_measured(name: str, out: Path) -> None:
 
 
 def test_the_package_is_found_where_the_code_was_only_copied_to(tmp_path: Path) -> None:
-    bare = tmp_path / "python"  # an interpreter without packages, which says what it would import
+    bare = tmp_path / "python"  # without packages, it reports what it would import
     instead = '-P -c "import appliance; print(appliance)"'
     bare.write_text(
         f'#!/bin/sh\ncase "$*" in *bench*) set -- {instead};; esac\nexec {sys.executable} -S "$@"\n'

@@ -1,4 +1,4 @@
-"""What the benchmark of experts counts, which is the same on any machine."""
+"""The counts of the experts' benchmark, which are the same on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said to be reached follows from the rows alone."""
+"""The goals reported as reached follow from the rows alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_caches_are_compared_in_the_same_step(results: Results) -> None:
     step: dict[str, Any] = {"shape": "llama_8b", "batch": 16, "rows": 1, "context": 8192}
     short = {**step, "context": 64}
     timed(results, "decode", 100, 0.9, kernel="decode bf16", **step)
-    timed(results, "decode", 100, 0.01, kernel="decode bf16", **short)  # bound by the launch
+    timed(results, "decode", 100, 0.01, kernel="decode bf16", **short)  # limited by the launch
     timed(results, "decode", 40, kernel="decode int4", **step)
     timed(results, "decode", 100, kernel="decode int4", **short)
     timed(results, "decode", 120, kernel="verify bf16", **{**step, "rows": 4})

@@ -1,4 +1,4 @@
-"""The plan of a first run leaves no goal unmeasured, and measures nothing twice."""
+"""The plan of a first run measures every goal, and measures nothing twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.gpu.rows import Rows
 from bench.gpu.supervisor import name_of
 from bench.gpu.timing import Bench
 
-# What a row of each suite says, whatever the figure.
+# The fields of a row of each suite, with any figure.
 FOUND: dict[str, dict[str, Any]] = {
     "matmul": {"us": {"median": 1.0}, "share_of_copy": 0.5},
     "decode": {"us": {"median": 1.0}, "share_of_copy": 0.5},
@@ -28,7 +28,7 @@ FOUND: dict[str, dict[str, Any]] = {
 
 
 class Planned(Rows):
-    """Keeps what would be measured on a GPU."""
+    """Records what would be measured on a GPU."""
 
     def __init__(self) -> None:
         super().__init__(Bench(torch.device("cuda", 0), 1, 1.0), lambda **message: None)
@@ -42,11 +42,11 @@ class Planned(Rows):
         measure: Callable[[], None],
         who: str = "ours",
     ) -> None:
-        """Keep the key."""
+        """Record the key."""
         self.keys.append({"kernel": kernel, "shape": shape, **size, "who": who})
 
     def note(self, key: dict[str, Any], find: Callable[[], dict[str, Any]]) -> None:
-        """Keep the key."""
+        """Record the key."""
         self.keys.append(key)
 
 
@@ -63,7 +63,7 @@ def test_a_first_run_measures_every_goal(tmp_path: Path) -> None:
             row = {"suite": suite.name, "key": key, **FOUND.get(suite.name, {})}
             results.add(row)
             if suite.name == "matmul" and key["kernel"] == "w4a16":
-                for peer in ("cuBLAS bf16", "torch int4"):  # which `contest` measures beside it
+                for peer in ("cuBLAS bf16", "torch int4"):  # `contest` measures it beside its own
                     results.add({**row, "key": {**key, "who": peer}})
     unmeasured = [goal.what for goal in verdicts(results, "NVIDIA H200") if goal.value is None]
     assert unmeasured == []

@@ -1,4 +1,4 @@
-"""What a measurement that fails costs the process that makes it."""
+"""The effect of a failed measurement on the process that makes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK = Work("kernel", "shape", {"m": 1}, 100)
 
 @pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
-    """Each row collects garbage, which takes a second after other files in this process."""
+    """Leave little garbage: each row collects it, which takes a second after other files' tests."""
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""A run as a whole: what one suite does to itself, and a run that was cut off."""
+"""A run as a whole: a failing suite harms only itself, and a run that was cut off resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(folder: Path, *, resume: bool = False, suites: tuple[Suite, ...] = 
 
 @pytest.fixture
 def a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that it is not left behind
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the test's end restores it
     monkeypatch.setattr(run, "device_facts", lambda: {"device": "cpu"})
 
 
@@ -55,7 +55,7 @@ def test_suites_that_crash_or_hang_harm_no_other_and_are_measured_again(tmp_path
 
     with pytest.raises(SystemExit, match="--resume"):
         run.run(settings(tmp_path))
-    (tmp_path / "model").touch()  # now it crashes no more
+    (tmp_path / "model").touch()  # from now on it no longer crashes
     lines = len((tmp_path / "cpu" / "rows.jsonl").read_text().splitlines())
     run.run(settings(tmp_path, resume=True, suites=(BAD[0], BAD[2])))
     assert found(tmp_path)["crashes", "deadly"]["found"] == "alive"
@@ -74,7 +74,7 @@ def test_no_suite_takes_time_from_another() -> None:
     assert limits[-1] == pytest.approx(60 * MINUTES)
     for share, (before, after) in zip(shares[1:], pairwise(limits), strict=True):
         assert after - before >= 0.98 * share
-        # One measurement that hangs leaves time for others of its suite.
+        # A measurement that hangs leaves time for the others of its suite.
     assert all(suite.patience <= suite.seconds for suite in SUITES)
 
 

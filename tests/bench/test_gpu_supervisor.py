@@ -1,4 +1,4 @@
-"""The process that keeps a GPU benchmark's results survives whatever measures them."""
+"""The process that stores a GPU benchmark's results survives whatever measures them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def supervise(
     work: Any = None,
     start: Start = "forkserver",
 ) -> tuple[str, list[dict[str, Any]], list[int]]:
-    """Why it stopped, the rows, and how much was done each time that a process began.
+    """Why it stopped, the rows, and how much was done at each start of a process.
 
     Args:
-        kinds: what each measurement does.
-        done: those that need no measuring any more.
-        time_is_up: once one hangs; otherwise patience with it is.
-        work: instead of these measurements.
+        kinds: the behaviour of each measurement.
+        done: measurements that are already done.
+        time_is_up: a hang uses up the whole time, not only the patience with it.
+        work: replaces these measurements.
         start: how processes begin.
     """
     messages: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The whole plan for a GPU, tried on the CPU with what a lent machine has installed."""
+"""The whole plan for a GPU, tried on the CPU with the packages of a lent machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.lib.synthetic import Schemes
 from bench.lib.synthetic_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
-# Of ours, what is not there and is not carried either.
+# Our packages that a lent machine lacks and that are not sent along.
 MISSING = ("fastapi", "gguf", "textual", "uvicorn", "openai", "compressed_tensors")
 BLOCK = f"""
 import sys
@@ -54,7 +54,7 @@ def test_every_suite_comes_to_its_end(tmp_path: Path) -> None:
     assert results.runs[0]["commit"] == "abc"
     (agreement, *_) = (row for row in results.of("real_model"))
     assert agreement["positions"] == 80
-    assert agreement["agreement"] > 0.7  # random weights: likeliest tokens are near ties
+    assert agreement["agreement"] > 0.7  # random weights: the likeliest tokens are nearly tied
     goals = json.loads((out / "cpu" / "report.json").read_text())["goals"]
     assert len(goals) == 19
     measured = {goal["what"] for goal in goals if goal["value"] is not None}

@@ -1,4 +1,4 @@
-"""The server of tests/server, in front of the engine that repeats its prompt."""
+"""The server of tests/server, with the engine that repeats its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to a real server whose engine repeats its prompt, or says what a script says."""
+"""Questions to a real server whose engine repeats its prompt, or follows a script."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(session: ChatSession) -> str:
 
 
 def lines(*words: str | type[BaseException]) -> Any:
-    """A line that is typed into, as `QuestionLine` has it; at its end the user leaves."""
+    """A line that is typed into, like `QuestionLine`; at its end the user leaves."""
 
     class Typed:
         left: Iterator[str | type[BaseException]] = iter(words)
@@ -98,7 +98,7 @@ async def test_thoughts_are_dim_and_not_for_pipes(
 
 
 async def stopped(running: Running, answer: ChatAnswer) -> None:
-    """Cancel an answer once its first piece is there, as Ctrl-C does."""
+    """Cancel an answer once its first piece has arrived, as Ctrl-C does."""
     came = asyncio.Event()
     body = Dialogue("echo").body("ab" * 100)
     source = ServerSource(Server.at(running.url, None))
@@ -166,12 +166,12 @@ def test_control_characters_never_reach_the_terminal() -> None:
 def test_ctrl_c_stops_an_answer_whose_loop_it_does_not_wake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when it comes just before the loop waits: it interrupts nothing."""
+    """As when the signal comes just before the loop waits: it interrupts nothing."""
 
     async def answer_for_ever(_: ServerSource, __: object, answer: ChatAnswer, show: Any) -> None:
         answer.text = "a piece"
         show(answer.text, False)
-        # Called while the loop waits for it, so this thread takes the signal.
+        # The loop calls this while it waits, so that this thread handles the signal.
         threading.Timer(0.1, interrupt).start()
         await asyncio.Event().wait()
 

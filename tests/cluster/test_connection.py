@@ -1,4 +1,4 @@
-"""What ends a start before anything is placed: no Ray, no cluster, a busy port."""
+"""Errors that end a start before any replica is placed: no Ray, no cluster, a busy port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from appliance.server.http.listener import bind
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")  # which connecting sets
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")  # connecting sets it
 
 
 @pytest.mark.parametrize("missing", ["ray", "ray.serve"])

@@ -1,4 +1,4 @@
-"""The front of a cluster: what it does with answers, deaths and refusals of replicas."""
+"""The front of a cluster: how it handles answers, deaths and refusals of replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Script = Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 class Replicas:
-    """Servers that answer each request by a script, and what they were asked."""
+    """Servers that answer each request by a script, and record the requests."""
 
     def __init__(self) -> None:
         self.targets: list[ChosenReplica] = []
@@ -70,7 +70,7 @@ class Replicas:
 
 
 class Client:
-    """Calls an ASGI application and keeps each message when it comes."""
+    """Calls an ASGI application and records each message as it arrives."""
 
     def __init__(self, config: ServerConfig, choose: Any) -> None:
         self._app = make_front(config, choose)
@@ -166,7 +166,7 @@ def stream(*pieces: bytes, cut: bool = False, gate: asyncio.Queue[None] | None =
 
 
 async def dies(writer: asyncio.StreamWriter) -> None:
-    """End without a word."""
+    """End without an error message."""
 
 
 def frame(text: str) -> bytes:

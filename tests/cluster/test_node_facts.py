@@ -1,4 +1,4 @@
-"""What must be the same on all nodes of a cluster."""
+"""The facts that must be equal on all nodes of a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica asks of a node, and what is refused."""
+"""The resources that a replica requests of a node, and the requests that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks that Ray calls: the choice of a replica, and how many there should be."""
+"""The hooks that Ray calls: the choice of a replica, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def replica(name: str, blocks: int | None = 100) -> Any:
 
 
 def router() -> PrefixRouter:
-    made = PrefixRouter.__new__(PrefixRouter)  # what Ray's own part does needs a cluster
+    made = PrefixRouter.__new__(PrefixRouter)  # Ray's own part needs a cluster
     made.initialize_state()
     return made
 

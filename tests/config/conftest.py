@@ -1,4 +1,4 @@
-"""No configuration but that of the test."""
+"""No configuration except the test's own."""
 
 from __future__ import annotations
 

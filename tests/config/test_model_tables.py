@@ -1,4 +1,4 @@
-"""Tables of models: what they inherit, which is first, and what is refused."""
+"""Tables of models: their inheritance, their order, and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definitions of all settings are whole, and agree with what other rooms know."""
+"""The definitions of all settings are complete, and agree with those of other rooms."""
 
 from __future__ import annotations
 

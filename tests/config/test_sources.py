@@ -83,7 +83,7 @@ def test_text_means_the_same_in_flags_environment_and_file(
     write_config(f"[{section}]\n{name} = '{text}'\n")
     assert read({}) == value
     write_config("")
-    if text:  # an empty variable counts as none, as compose files make them
+    if text:  # an empty variable counts as absent: compose files set such
         monkeypatch.setenv(f"APPLIANCE_{name.upper()}", text)
         assert read({}) == value
 

@@ -1,4 +1,4 @@
-"""Every set-up is well-formed in its language and holds the values, whatever is in them."""
+"""Every set-up is well-formed in its language and holds the values, whatever these are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = Connection("http://127.0.0.1:8080", "SmolLM2-135M-Instruct")
 HOSTILE = Connection(
     "https://[fd00::1]:8443", 'org/mod\'el "7" $(id) größe\\n', "k'e\"y $HOME `id` \\x", 4096
 )
-ASKS_FOR_MODELS = {"open-webui"}  # the server itself, so the set-up names none
+ASKS_FOR_MODELS = {"open-webui"}  # the server itself, so the set-up names no model
 CASES = [(name, one) for name in RECIPES for one in (PLAIN, HOSTILE)]
 
 
@@ -48,7 +48,7 @@ def of_python(code: str) -> Iterator[str]:
 
 
 def of_bash(code: str) -> Iterator[str]:
-    """Arguments and environment that the program receives; nothing of it is really started."""
+    """The program's arguments and environment; the program itself is not started."""
     words = shlex.split(code.replace("\\\n", " "))
     name = next(word for word in words if not re.match(r"\w+=", word))
     stub = f'{name}() {{ printf "%s\\0" "$@"; env -0; }}\n'
@@ -63,7 +63,7 @@ def of_bash(code: str) -> Iterator[str]:
 
 
 def of_javascript(code: str) -> Iterator[str]:
-    """The literals, which are those of JSON here; Node looks at the rest, if it is installed."""
+    """The literals, which are JSON here; Node checks the rest, if it is installed."""
     if (node := shutil.which("node")) is not None:
         command = [node, "--check", "--input-type=module", "-"]
         subprocess.run(command, input=code, text=True, check=True)
@@ -97,7 +97,7 @@ def test_the_values_arrive_as_they_are(name: str, to: Connection) -> None:
     found = texts(RECIPES[name].steps(to))
     models = [] if name in ASKS_FOR_MODELS else [to.model]
     for value in (to.url, *models, *([to.key] if to.key else [])):
-        inner = json.dumps(value, ensure_ascii=False)[1:-1]  # a body of JSON inside of an argument
+        inner = json.dumps(value, ensure_ascii=False)[1:-1]  # a JSON body inside of an argument
         assert any(value in text or inner in text for text in found), value
 
 

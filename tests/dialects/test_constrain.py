@@ -1,4 +1,4 @@
-"""Grammars of calls: what they let through is read as a call that obeys its schema."""
+"""Grammars of calls: an answer that they allow is read as a call that obeys its schema."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ by_kind = pytest.mark.parametrize("are_control", [False, True], ids=["text", "co
 
 
 class Words:
-    """A vocabulary of bytes, an end, and perhaps marks that are tokens."""
+    """A vocabulary of bytes, an end token, and optionally marks that are tokens."""
 
     is_tokenizer_wrapper = True
     eos_token_id, bos_token_id = EOS, None
@@ -77,7 +77,7 @@ class Words:
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def walk(self, grammar: Grammar, seed: int) -> str:
-        """An answer of a model that takes any token that it may, and ends when it may."""
+        """The answer of a model that chooses any allowed token, and ends when it may."""
         matcher, chosen, dice = self.matcher(grammar), [], random.Random(seed)
         mask = allocate_token_bitmask(1, len(self.tokens))
         while not matcher.is_stopped() and not matcher.is_accepting():
@@ -115,7 +115,7 @@ def calls_in(one: Dialect, text: str, schemas: dict[str, Any] = SCHEMAS) -> list
 @by_form
 @by_kind
 def test_an_answer_that_has_to_call_is_a_call_that_obeys(form: CallForm, are_control: bool) -> None:
-    # Harmony's thoughts would go on for ever if all of their end had to be hit by chance.
+    # By chance alone, Harmony's thoughts would hardly ever reach their whole end mark.
     vocabulary, one = words(form, are_control or form.framed), dialect(form)
     grammar = must_call(one, SCHEMAS, vocabulary.control, one_call=True, thinking=False)
     names = set()
@@ -279,7 +279,7 @@ def test_arguments_of_python_are_those_of_the_schema() -> None:
 @by_form
 @by_kind
 def test_a_text_obeys_its_pattern_in_every_form(form: CallForm, are_control: bool) -> None:
-    """As a custom tool's input obeys a grammar; its matches are Python's."""
+    """The input of a custom tool obeys a grammar; Python's `re` finds the matches."""
     pattern = r"(?:(?:a\n)(?:(?:\+[bc]*\n)){0,2}(?:[\"]))"
     text = {"type": "string", "pattern": f"^(?:{pattern})$"}
     schemas = {"go": {"type": "object", "properties": {"input": text}, "required": ["input"]}}

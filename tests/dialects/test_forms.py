@@ -1,4 +1,4 @@
-"""Every form of a call: read back as it is written, however the text is cut."""
+"""Every form of a call is read back as it was written, however the text is cut."""
 
 # ruff: noqa: E501, RUF001 - texts as models and templates have them
 
@@ -28,7 +28,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 MARKS = ThoughtMarks("<think>", "</think>")
 by_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
-# What texts of users and models consist of, marks of all forms included.
+# Pieces of texts of users and models, including the marks of all forms.
 PIECES = [
     "a",
         "é",
@@ -82,7 +82,7 @@ def reader(
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Parts with what belongs together in one piece."""
+    """Parts, with those that belong together joined."""
     whole: list[Part] = []
     for part in parts:
         last = whole[-1] if whole else None
@@ -177,7 +177,7 @@ def test_what_is_cut_of_a_call_is_a_call_or_nothing(form: CallForm) -> None:
     for length in range(len(call) + 1):
         parts = read(form, call[:length], must_call=True)
         assert not any(isinstance(part, Content) for part in parts), call[:length]
-        if form.opening and not form.framed:  # whose marks are control tokens, which arrive whole
+        if form.opening and not form.framed:  # their marks are control tokens, which arrive whole
             assert read(form, call[:length], was_cut=True) == parts
             after_text = read(form, f"So:{call[:length]}", was_cut=True)
             assert after_text == [Content("So:"), *parts]

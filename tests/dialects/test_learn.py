@@ -1,4 +1,4 @@
-"""Dialects are learnt from templates in the manner of the families that use them."""
+"""Dialects are learnt from templates modelled on the families that use them."""
 
 # ruff: noqa: E501, RUF001 - texts as models and templates have them
 

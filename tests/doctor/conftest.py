@@ -1,4 +1,4 @@
-"""No configuration, cache or hub but those of the test."""
+"""No configuration, cache or hub except the test's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _own_folders(clean_environment: None, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def look() -> Callable[[Check, Scope], dict[str, Finding]]:
-    """Runs one check; its findings by name."""
+    """Run one check; return its findings by name."""
 
     def run(check: Check, scope: Scope) -> dict[str, Finding]:
         return {finding.name: finding for finding in check(scope)}

@@ -32,7 +32,7 @@ def test_a_file_in_the_place_of_a_folder(look: Look, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_not_be_written_to(look: Look) -> None:
-    """Below /proc not even root may."""
+    """Below /proc not even root may write."""
     found = look(check_folders, Scope(engine=EngineConfig(kv_disk="/proc/kv")))["KV cache folder"]
     assert (found.grade, "cannot be written to" in found.found) == (Grade.FAIL, True)
     assert "kv_disk" in found.fix

@@ -1,4 +1,4 @@
-"""What is said of GPUs; the answers of the library are made up, no card was asked."""
+"""The report on GPUs; the library's answers are invented, no card was queried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Look = Callable[[Check, Scope], dict[str, Finding]]
 
 
 class DriverError(Exception):
-    """Like the library's."""
+    """Like the library's error."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Nvml:
 
 @pytest.fixture(autouse=True)
 def _torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where PyTorch has its usual build."""
+    """Imitate a machine where PyTorch has its usual build."""
     monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
 
 

@@ -18,14 +18,14 @@ Look = Callable[[Check, Scope], dict[str, Finding]]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A system's own files; this one has no container."""
+    """The files of a system, which has no container."""
     (tmp_path / "root" / "proc").mkdir(parents=True)
     return tmp_path / "root"
 
 
 @pytest.fixture
 def _isa_as_before() -> Iterator[None]:
-    """The library has one instruction set for the whole process."""
+    """Restore the instruction set, which the library has once for the whole process."""
     library = load_library()
     before = library.ap_current_isa()
     yield
@@ -35,7 +35,7 @@ def _isa_as_before() -> Iterator[None]:
 def test_memory_is_compared_with_the_weights(look: Look, root: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     with model.open("wb") as file:
-        file.truncate(1 << 43)  # takes no disk
+        file.truncate(1 << 43)  # a sparse file
     scope = Scope(root=root, model=ResolvedModel(model, "large"))
     found = look(check_memory, scope)["memory"]
     assert (found.grade, "8,192.0 GiB" in found.found) == (Grade.WARN, True)

@@ -1,4 +1,4 @@
-"""Ports and servers that are not ours; ours are in tests/e2e/test_doctor.py."""
+"""Ports and servers that are not ours; tests/e2e/test_doctor.py tests ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Foreign(BaseHTTPRequestHandler):
 
 
 class Divided(Foreign):
-    """A server of ours, of whose model two processes have a part."""
+    """A server of ours whose model is divided between two processes."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -50,7 +50,7 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where another program listens."""
+    """A port on which another program listens."""
     with listening(Foreign) as port:
         yield port
 
@@ -61,7 +61,7 @@ def test_a_port_that_another_program_has(
     monkeypatch.setenv("APPLIANCE_PORT", str(port))
     scope = Scope(server=ServerConfig(port=port))
     found = look(check_port, scope)["port"]
-    own = psutil.Process().name()  # python or pytest, by how the tests were started
+    own = psutil.Process().name()  # python or pytest, depending on how the tests were started
     assert (found.grade, f"port {port} is in use by {own}" in found.found) == (Grade.FAIL, True)
     assert "--port" in found.fix
     server = look(check_server, scope)["server"]
@@ -86,7 +86,7 @@ def test_an_address_that_cannot_be_listened_on(look: Look) -> None:
 
 
 def test_a_server_that_is_not_there(look: Look) -> None:
-    """Port 9 of loopback: nobody listens there."""
+    """Port 9 of loopback: no program listens there."""
     assert look(check_server, Scope(url="127.0.0.1:9"))["server"].grade is Grade.FAIL
     found = look(check_sample, Scope(url="127.0.0.1:9"))["sample"]
     assert (found.grade, "--model" in found.found) == (Grade.UNKNOWN, True)

@@ -1,4 +1,4 @@
-"""What doctor, fit and an engine say of a model: all that it can be served, or all why it cannot.
+"""Doctor, fit and an engine agree on a model: all that serves it, or all reasons against it.
 
 Both planners read headers. Numbers that are not finite are found when weights are loaded.
 """
@@ -53,7 +53,7 @@ POOLING = {
     ],
     "1_Pooling/config.json": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
 }
-# What a refusal ends with is an order.
+# A refusal ends with what to do next.
 ORDERS = {
     "add", "choose", "convert", "download", "fetch", "give", "leave", "load", "make", "merge",
     "rename", "save", "serve", "set", "take", "use", "write",
@@ -263,7 +263,7 @@ def says_fit(path: Path) -> str:
 
 
 def says_engine(path: Path) -> str:
-    """Do what serve does: find the model, load its engine, read its tokens."""
+    """Act like serve: find the model, load its engine, read its tokens."""
     try:
         found = find_model(str(path), cache_dir=path)
         assert found is not None
@@ -285,7 +285,7 @@ def test_what_is_served_is_planned_and_found_sound(kind: str, tmp_path: Path) ->
     assert says_fit(path) == ""
     assert {one.grade for one in check_model(scope_of(model=str(path)))} <= {
         Grade.OK,
-        Grade.UNKNOWN,  # no hashes
+        Grade.UNKNOWN,  # without hashes
     }
 
 

@@ -56,7 +56,7 @@ class Server:
         )
 
     def wait_until(self, condition: Callable[[], Found]) -> Found:
-        """Wait until a condition holds; the log says why it does not."""
+        """Wait until a condition holds; the log shows why it does not."""
         return wait_until(condition, lambda: self.log)
 
     def gauge(self, name: str) -> float:

@@ -122,7 +122,7 @@ def test_slow_and_wrong_clients_leave_the_others_and_the_replicas_alone(
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address[0]}\r\nAuthorization: Bearer {KEY}"
         f"\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n"
     ).encode()
-    # Nothing, half a head, half a body, a request whose answer nobody reads, twice each.
+    # Sent twice each: nothing, half a head, half a body, a request whose answer nobody reads.
     sent = (b"", head[:30], head + whole[:20], head + whole) * 2
     with ExitStack() as rude:
         sockets = [rude.enter_context(socket.create_connection(address)) for _ in sent]
@@ -178,7 +178,7 @@ def test_changed_settings_reach_one_replica_after_the_other_while_requests_go_on
 
 
 def num_running(url: str) -> float:
-    """Return the number of sequences that one replica computes."""
+    """Return the number of sequences that a replica computes."""
     headers = {"authorization": f"Bearer {KEY}"}
     text = httpx.get(f"{url}/metrics", headers=headers, timeout=300).text
     found = re.search(r"^vllm:num_requests_running\S* (\S+)$", text, re.M)
@@ -189,7 +189,7 @@ def num_running(url: str) -> float:
 def test_what_does_not_fit_is_refused_with_what_does(
     client: httpx.Client, ray_cluster: RayCluster, smollm2_gguf: Path
 ) -> None:
-    """What needs no cluster to be decided is refused in tests/cluster."""
+    """tests/cluster covers the refusals that need no cluster."""
     for words, told in (
         (serve(ray_cluster, smollm2_gguf, replicas=4), "use --replicas 3 or less"),
         (

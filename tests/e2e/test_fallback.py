@@ -1,4 +1,4 @@
-"""A model of no family of ours behind the endpoint: answers of transformers, and a banner."""
+"""A model without a family of ours behind the endpoint: transformers' answers, and a banner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = 16
 def model(
     smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Path, Tokenizer]:
-    """A random model with the tokenizer of a real one."""
+    """A random model with a real model's tokenizer."""
     folder = tmp_path_factory.mktemp("helium")
     tokenizer = Tokenizer.from_path(smollm2_gguf)
     made = write_sure_model(

@@ -1,4 +1,4 @@
-"""The wheel that `pip install .` makes holds the CPU library, or says that it does not."""
+"""The wheel that `pip install .` makes contains the CPU library, or says that it does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARY = "appliance/kernels/cpu/libappliance_cpu.so"
 
 @pytest.fixture
 def sources(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
-    """What a checkout holds, without what was built in this one."""
+    """The files of a checkout, without what was built in this one."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     built = shutil.ignore_patterns("__pycache__", "*.so")
@@ -37,7 +37,7 @@ def sources(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def linker(tmp_path: Path) -> str:
-    """A compiler whose every result is this checkout's library, which is of the same sources."""
+    """A compiler whose result is always this checkout's library, which has the same sources."""
     return script(
         tmp_path / "compiled-before",
         f"""
@@ -50,7 +50,7 @@ cp {shlex.quote(str(build_if_changed()))} "$2"
 
 @pytest.fixture
 def compiler(tmp_path: Path, linker: str) -> str:
-    """The same, but it reads what it is given and all that that includes."""
+    """The same, but it reads its inputs and everything that they include."""
     return script(
         tmp_path / "reads-alone",
         f"""
@@ -67,7 +67,7 @@ def script(path: Path, text: str) -> str:
 
 
 def python(*arguments: str | Path, **variables: str) -> str:
-    """What Python prints; it must end well."""
+    """Return Python's output; it must end without an error."""
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
     finished = subprocess.run(
         [sys.executable, *arguments],
@@ -90,14 +90,14 @@ build_wheel(sys.argv.pop())
 
 
 def make_wheel(sources: Path, folder: Path, **variables: str) -> tuple[Path, str]:
-    """Build with pip and the setuptools that is installed, so that no index is asked."""
+    """Build with pip and the installed setuptools, so that no index is queried."""
     output = python(*PIP, "--wheel-dir", folder, sources, **variables)
     (wheel,) = folder.glob("*.whl")
     return wheel, output
 
 
 def make_wheel_alone(sources: Path, folder: Path, **variables: str) -> tuple[Path, str]:
-    """Build as pip does once it has found out with what."""
+    """Build as pip does after it has determined the build's requirements."""
     folder.mkdir()
     output = python("-c", BACKEND, folder, sources, **variables)
     (wheel,) = folder.glob("*.whl")
@@ -105,7 +105,7 @@ def make_wheel_alone(sources: Path, folder: Path, **variables: str) -> tuple[Pat
 
 
 def installed(wheel: Path, folder: Path) -> set[str]:
-    """Unpack a wheel as an installer would, and check that it is of a platform, not of a Python."""
+    """Unpack a wheel as an installer would; check that it is for a platform, not for one Python."""
     tag = wheel.stem.removeprefix(f"appliance-{__version__}-")
     assert tag.startswith("py3-none-linux_")
     with zipfile.ZipFile(wheel) as archive:
@@ -155,7 +155,7 @@ def test_without_a_compiler_the_wheel_is_built_and_says_what_is_missing(
     missing = python("-P", "-c", LOAD, **path)
     assert missing.startswith("LibraryMissingError")
     assert "run: python -m appliance.kernels.cpu.build" in missing
-    # What the message says is enough, on a machine that has a compiler by now.
+    # The message's advice suffices on a machine that now has a compiler.
     assert "compiling" in python("-P", "-m", "appliance.kernels.cpu.build", CC=compiler, **path)
     loaded = python("-P", "-c", LOAD, **path)
     assert loaded.strip() == f"{folder / LIBRARY} {structs.ABI}"

@@ -1,4 +1,4 @@
-"""Configured models that cannot be had: the server starts without them, and takes them later."""
+"""Configured models that are unavailable: the server starts without them, and loads them later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without(disk: Path, smollm2_gguf: Path) -> Iterator[Server]:
-    """A server of which one of six models is there and fits: the first is not."""
+    """A server with six models, of which one is available and fits: not the first."""
     damaged = disk / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     config = tables(

@@ -18,7 +18,7 @@ from tests.e2e.conftest import Server
 pytestmark = pytest.mark.model
 
 IDLE_SECONDS = 1.0
-IDLE_SHARE = 0.02  # of a core
+IDLE_SHARE = 0.02  # share of a core
 
 
 NOTES = {
@@ -41,7 +41,7 @@ def server(
 
 
 def ranks(server: Server) -> list[psutil.Process]:
-    """Return the processes beside the engine's own that hold a part of the model."""
+    """Return the processes, besides the engine's own, that hold a part of the model."""
     children = psutil.Process(server.engine_pid()).children()
     return [child for child in children if "appliance.engine.ranks" in child.cmdline()]
 
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_takes_the_group_down_and_back(server: Server) -> 
 
 
 def test_no_rank_outlives_the_engine(server: Server) -> None:
-    """The last test of a server: the engine that comes next is not waited for."""
+    """The last test of a server, since it does not wait for the next engine."""
     (rank,) = ranks(server)
     os.kill(server.engine_pid(), signal.SIGKILL)
     server.wait_until(lambda: not psutil.pid_exists(rank.pid))

@@ -1,4 +1,4 @@
-"""What `appliance serve` says to a model or a machine that cannot work: one line, and it exits."""
+"""`appliance serve` with a model or a machine that cannot work: it prints one line and exits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Check = Callable[..., None]
 
 @pytest.fixture
 def check(commands: ForkedCommands) -> Check:
-    """Serves with arguments, and expects an exit code and words in the one line of the error."""
+    """Serve with arguments; expect an exit code, and words in the only line of the error."""
 
     def check(arguments: list[str | Path], code: int, *words: str) -> None:
         result = commands.run("serve", "--port", "0", *arguments)

@@ -1,4 +1,4 @@
-"""A server that is started again answers a long prompt from what the one before left on disk."""
+"""A restarted server answers a long prompt from what the one before left on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_long_prompt_outlives_the_server(smollm2_gguf: Path, tmp_path: Path) -
     first = Server(tmp_path / "log1", *arguments)
     before = ask(first)
     assert ask(first)["choices"] == before["choices"]
-    # Told to end right away: what is not written yet is written now, for two seconds at most.
+    # It has to end at once: it writes what is not written yet, for two seconds at most.
     assert first.stop() == 0
     assert str(tmp_path / "kv") in first.log
     assert ON_DISK in first.log

@@ -124,7 +124,7 @@ def test_an_idle_engine_uses_no_processor(server: Server) -> None:
 def test_kill_9_of_the_engine_ends_streams_with_an_error_and_waiting_ones_are_served(
     server: Server,
 ) -> None:
-    """The last test of the module: the engine is another process afterwards."""
+    """The last test of the module, since the engine is another process afterwards."""
     results = dict.fromkeys(range(8), "")
 
     def stream(number: int) -> None:
@@ -142,7 +142,7 @@ def test_kill_9_of_the_engine_ends_streams_with_an_error_and_waiting_ones_are_se
     threads = [threading.Thread(target=stream, args=(number,)) for number in results]
     for thread in threads:
         thread.start()
-    # An answer of which nothing has been seen would begin once more, whole.
+    # An answer that no client has seen yet would be started again from the beginning.
     server.wait_until(lambda: all("data: {" in text for text in results.values()))
     first = server.engine_pid()
     os.kill(first, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The file of the served model is cut and put back while it is served."""
+"""The file of a served model is truncated and restored while it is served."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_served_does_not_change_with_its_file(smollm2_gguf: Path, tmp_pa
     try:
         before = ask(server)
         assert "Tokyo" in before
-        os.truncate(weights, 4096)  # in place: who had it mapped would be killed
+        os.truncate(weights, 4096)  # in place: a process that had mapped it would be killed
         assert ask(server) == before
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.wait_until(lambda: "is no usable GGUF file" in server.log)

@@ -1,4 +1,4 @@
-"""Plans against what engines really take, and against GPUs that are not here."""
+"""Plans against the memory that engines really take, and against GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def predicted(model: Path, context: int) -> dict[str, Any]:
-    """The plan of the command, in a process as fresh as an engine's."""
+    """The command's plan, from a process as fresh as an engine's."""
     words = ["fit", str(model), "--json", "--no-speed", "--context", str(context)]
     ran = subprocess.run(
         [sys.executable, "-m", "appliance", *words],
@@ -44,7 +44,7 @@ def predicted(model: Path, context: int) -> dict[str, Any]:
 
 
 def measured(model: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Memory of an engine with that plan."""
+    """The memory of an engine with that plan."""
     settings = {
         "threads": 1,
         "max_model_len": found["context_length"],
@@ -73,7 +73,8 @@ def check_prediction(model: Path, context: int) -> None:
     taken = measured(model, found)
     parts = found["bytes"]
     steady = parts["weights"] + parts["kv_cache"] + parts["process"]
-    # Huge pages that weights fill in part add up to 3 %; one of steps' workspace, not counted here.
+    # Huge pages that weights fill only in part add up to 3 %; one more belongs to the workspace of
+    # steps, which is not counted here.
     assert taken["filled"] == pytest.approx(steady, rel=0.045), (parts, taken)
     assert parts["weights"] == pytest.approx(taken["parts"]["weights"], rel=0.03)
 
@@ -92,7 +93,7 @@ def test_a_model_of_half_a_gigabyte_takes_what_was_predicted(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in 16 bits with the shapes of one of 8 billion numbers; the disk stores none."""
+    """A 16-bit model with the shapes of one of 8 billion parameters, in a sparse file."""
     model = tmp_path_factory.mktemp("models") / "eight"
     write_large_model(model, hidden=4096, middle=14336, layers=32, vocab=32000)
     return model
@@ -117,7 +118,7 @@ def test_a_gpu_that_is_not_here(dense: Path) -> None:
     refused = next(one for one in on_8_gib if one.weights == "as it is")
     assert refused.plan is None
     assert "does not fit" in refused.refusal
-    assert on_8_gib[0].weights == "int4"  # what fits comes first
+    assert on_8_gib[0].weights == "int4"  # plans that fit come first
     text = as_table(on_8_gib, HERE, "mean KLD 0.1", "eight")
     assert "does not fit" in text
     assert "appliance quantize makes them" in text

@@ -1,4 +1,4 @@
-"""GGUF files whose settings were changed at random: each door reads them or says why not."""
+"""GGUF files with random changes of settings: every door reads them or says why not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BYTE_LEVEL = {
     "add_bos_token": False,
 }
 EXTRA = {"chat_template": "{{ messages[0].content }}"}
-# Keys that files may have beside those of the bases.
+# Keys that files may have besides those of the bases.
 MORE = (
     "general.alignment", "general.type", "general.file_type", "split.count", "split.no",
     "split.tensors.count", "adapter.lora.alpha", "general.sampling.temp", "xielu.eps",
@@ -117,13 +117,13 @@ ODD: list[Any] = [
     array(9, 2, struct.pack("<IQI", 4, 1, 5) * 2),  # arrays of arrays
     array(4, 2**40),
     array(8, 2**31, struct.pack("<Q", 2**50)),
-    struct.pack("<I", 77),  # a type that there is not
+    struct.pack("<I", 77),  # an unknown type
 ]  # fmt: skip
 
 
 @st.composite
 def edits(draw: st.DrawFn, known: list[str]) -> dict[str, Any]:
-    """New values by key; None takes a key out, a function changes what is there."""
+    """New values by key; None removes a key, a function changes its value."""
     found: dict[str, Any] = {}
     for _ in range(draw(st.integers(1, 3))):
         key = draw(st.sampled_from(known) | st.sampled_from(MORE))
@@ -151,7 +151,7 @@ def changed(old: Any, position: int, value: Any) -> Any:
 
 
 def door(path: Path, base: str) -> None:
-    """What each command does first with a file."""
+    """The first step of each command with a file."""
     if base == "adapter":
         model = open_model(path.parent / "model.gguf")
         assert model.family.gguf is not None
@@ -185,7 +185,7 @@ def test_a_file_with_changed_settings_is_read_or_refused_in_one_line(
     try:
         with_metadata(bases[base], path, [(k, v) for k, v in entries.items() if v is not None])
     except (TypeError, struct.error, OverflowError, UnicodeEncodeError):
-        return  # no file can say it
+        return  # no file can store it
     try:
         door(path, base)
     except ApplianceError as error:

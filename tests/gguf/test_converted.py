@@ -1,4 +1,4 @@
-"""Types of GGUF files: held as they are, or widened, and how near they then are."""
+"""Types of GGUF files: kept or widened, and how exact they are then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.kernels.weights.packed import PackedWeight
 
-# Where a block's float16 scales lie; every other byte may have any value.
+# The places of a block's float16 scales; every other byte may have any value.
 HALVES = {name: kind.halves for name, kind in GGML_TYPES.items()} | {
     "IQ2_XXS": (0,),
     "TQ2_0": (64,),
@@ -31,7 +31,7 @@ KINDS = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 
 def random_blocks(name: str, rows: int = 4, blocks: int = 3, seed: int = 0) -> NDArray[np.uint8]:
-    """(rows, blocks, bytes): any codes, scales as models have them."""
+    """(rows, blocks, bytes): any codes, with scales like those of models."""
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (rows, blocks, KINDS[name].block_bytes), dtype=np.uint8)
     for start in HALVES[name]:
@@ -41,7 +41,7 @@ def random_blocks(name: str, rows: int = 4, blocks: int = 3, seed: int = 0) -> N
 
 
 def exact_values(name: str, blocks: NDArray[np.uint8]) -> torch.Tensor:
-    """What the `gguf` package says they are."""
+    """The values by the `gguf` package."""
     kind = gguf.GGMLQuantizationType[name]
     return torch.from_numpy(dequantize(blocks.reshape(len(blocks), -1), kind))
 
@@ -106,7 +106,7 @@ def write(path: Path, matrices: dict[str, tuple[str, NDArray[np.uint8]]]) -> Pat
 def test_scales_that_are_no_numbers_are_refused_without_a_warning(
     tmp_path: Path, name: str, value: int
 ) -> None:
-    """Infinity, a signaling and a quiet NaN, and the largest number, which some types take."""
+    """Infinity, a signaling and a quiet NaN, and the largest number, which some types accept."""
     blocks = np.random.default_rng(0).integers(0, 256, (3, 2, KINDS[name].block_bytes), np.uint8)
     for start in HALVES.get(name, (0, 2) if name == "Q4_1" else (0,)):
         blocks[..., start : start + 2] = list(value.to_bytes(2, "little"))

@@ -1,4 +1,4 @@
-"""Lowering keeps what a schema admits: jsonschema judges both, and the compiler's texts."""
+"""Lowering keeps what a schema admits: jsonschema judges both schemas, and the compiler's texts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def keywords_of(schema: Any) -> set[str]:
 
 
 def permitted(schema: Any, text: str) -> bool:
-    """Whether the compiler's grammar has a text, of a schema that is lowered."""
+    """Whether the compiler's grammar of a lowered schema contains a text."""
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(lowered(schema)))
     matcher = LLMatcher(LLTokenizer("byte"), source_of(grammar), log_level=0, limits=limits())
     assert not matcher.is_error(), matcher.get_error()
@@ -133,7 +133,7 @@ def permitted(schema: Any, text: str) -> bool:
 
 
 PATTERNS = [
-    # zod's z.email(), a password's usual rules, and others of the kind
+    # zod's z.email(), the usual rules for passwords, and similar ones
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
     r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{4,}$",
     r"^(?!abc$|ab)(?!x)[a-c.@]*$",
@@ -205,7 +205,7 @@ def test_integers_keep_every_digit_or_are_refused() -> None:
 
 def test_a_schema_that_stands_for_too_many_is_refused() -> None:
     nested: dict[str, Any] = {"type": "string"}
-    for _ in range(25):  # each doubles
+    for _ in range(25):  # each level doubles it
         nested = {"if": nested, "then": {"not": nested}, "else": {"maxLength": 3}}
     answer = answer_of({"kind": "json_schema", "text": json.dumps({"const": 1, "if": {}})})
     assert "text" in answer
@@ -235,7 +235,7 @@ def test_the_documentation_lists_exactly_what_is_refused() -> None:
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(listed) == len(set(listed))
-    refused = {keyword for keyword, _ in SCHEMA_REFUSED} - {"type"}  # which is no schema
+    refused = {keyword for keyword, _ in SCHEMA_REFUSED} - {"type"}  # this is no schema
     assert {*REWRITTEN, *REFUSED} <= set(listed)
     assert refused <= set(listed)
     known = {*REWRITTEN, *REFUSED, *COMPILED}

@@ -1,4 +1,4 @@
-"""The JSON Schema organisation's own tests: what the compiler's grammar permits, and what not."""
+"""The JSON Schema organisation's own tests: what the compiler's grammar permits and forbids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.grammar.source import limits, source_of
 
 GROUPS = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text())["groups"]
 BYTES = LLTokenizer("byte")
-# What is refused beside the keywords of the documentation.
+# Refused features besides the keywords of the documentation.
 MAY_REFUSE = {
     *REWRITTEN, *REFUSED, "oneOf", "pattern", "patternProperties", "multipleOf", "$ref",
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
@@ -29,7 +29,7 @@ OTHER_SPACE = ("ecmascript-regex: ECMA 262 \\s matches", "ecmascript-regex: ECMA
 
 
 def spelled(value: Any) -> Any:
-    """A value whose whole numbers have no fraction, which is the only spelling here."""
+    """A value whose whole numbers have no fraction, since the grammar allows no other spelling."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

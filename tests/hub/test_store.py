@@ -1,4 +1,4 @@
-"""Models in the hub's cache, which a stand-in for the hub filled."""
+"""Models in the hub's cache, filled from a local replacement of the hub."""
 
 from __future__ import annotations
 

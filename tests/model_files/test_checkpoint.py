@@ -115,7 +115,7 @@ def test_auto_map_is_ignored_with_a_warning(
 @pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt", "pkl"])
 def test_pickled_weights_are_refused_and_never_opened(tmp_path: Path, suffix: str) -> None:
     marker = tmp_path / "marker"
-    # What `pickle` would run: os.mkdir(marker), spelled in its protocol 0.
+    # Code that `pickle` would run: os.mkdir(marker), in its protocol 0.
     (tmp_path / f"pytorch_model.{suffix}").write_text(f"cos\nmkdir\n(S'{marker}'\ntR.")
     folder_with(tmp_path)
     with pytest.raises(CheckpointError, match=r"only pickled weights.*safetensors or GGUF"):
@@ -203,7 +203,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
 
 
 def test_numbered_shards_without_an_index(tmp_path: Path) -> None:
-    """huggingface_hub's own writer names and divides them, as published models are."""
+    """huggingface_hub's own writer names and splits them, like published models."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(TENSORS, max_shard_size=40)

@@ -1,4 +1,4 @@
-"""What checkpoints say of vectors and relevance, and what of it is refused by name."""
+"""A checkpoint's statements about embeddings and relevance, and those that are refused by name."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_rerankers_are_known_by_their_modules_or_their_card(tmp_path: Path) -> N
 
 
 def test_bges_gemma_answers_yes_to_the_words_of_its_card(tmp_path: Path) -> None:
-    """The card's own function for the inputs, and the template that vLLM has for it."""
+    """The card's own function gives the inputs, and vLLM has the template for it."""
     words = (
         "Given a query A and a passage B, determine whether the passage contains an answer to the "
         "query by providing a prediction of either 'Yes' or 'No'."

@@ -1,4 +1,4 @@
-"""What a checkpoint recommends is checked before it becomes a default."""
+"""A checkpoint's recommendations are checked before they become defaults."""
 
 from __future__ import annotations
 

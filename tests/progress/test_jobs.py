@@ -12,7 +12,7 @@ from appliance.progress.jobs import JobFile, read_jobs
 
 
 def the_job(folder: Path) -> Job:
-    """The only one there is."""
+    """The only job."""
     (job,) = read_jobs(folder).values()
     return job
 

@@ -1,4 +1,4 @@
-"""Files for docker: their form and what they hold; no image is built here."""
+"""Files for docker: their form and content; no image is built here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datagrams for systemd, read from a socket as it has one."""
+"""Datagrams for systemd, read from a socket like systemd's."""
 
 from __future__ import annotations
 

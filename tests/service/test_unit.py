@@ -1,4 +1,4 @@
-"""The unit, as systemd's own tool judges it; without that tool only its text is looked at."""
+"""The unit, checked by systemd's own tool; without that tool only its text is checked."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def byte_level(
 
 
 def sentencepiece(how: str) -> tokenizers.Tokenizer:
-    """A tokenizer like Llama's; `how` is a scheme of Metaspace, or "older": the older normalizer."""
+    """A tokenizer like Llama's; `how` is Metaspace's scheme, or "older" for its old normalizer."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "t", "h", "e", "▁t", "he", "▁the", "the", "k", "o", "▁▁"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("t", "he"), ("▁", "▁")]

@@ -1,4 +1,4 @@
-"""One server with the default model for all clients; what it says may be wrong, its shape not."""
+"""One server with the default model for all clients; an answer may be wrong, its form may not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = "small"
 @pytest.fixture(scope="session")
 def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("clients") / "log"
-    # A program that sets no limit now and then gets an answer that only the context's end ends.
+    # Without a limit, now and then only the end of the context would end an answer.
     short = ("--max-model-len", "1024")
     running = Server(log, str(smollm2_gguf), "--served-model-name", MODEL, *short)
     yield running

@@ -1,4 +1,4 @@
-"""What `appliance connect` prints for programs that are here, run as printed."""
+"""The set-ups that `appliance connect` prints for installed programs, run as printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.model
 
 
 def in_node(program: Path) -> list[str]:
-    """Node finds packages beside the program only."""
+    """Link the packages beside a program, where alone Node finds them; return its command."""
     (program.parent / "node_modules").symlink_to(node_packages() / "node_modules")
     return ["node", str(program)]
 

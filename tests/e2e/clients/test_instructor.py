@@ -1,6 +1,6 @@
 """instructor, in the two ways of asking that the server enforces: by a tool and by a schema.
 
-The third way, any JSON and a schema in the prompt, wants a larger model: see tests/server/agents.
+The third way, any JSON and a schema in the prompt, needs a larger model: see tests/server/agents.
 """
 
 from __future__ import annotations

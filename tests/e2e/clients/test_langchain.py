@@ -28,7 +28,7 @@ class Place(BaseModel):
 
 @pytest.fixture(scope="module", autouse=True)
 def _client_is_imported() -> None:
-    """Seconds of work, for the one process that comes to this file."""
+    """Import the client once: it takes seconds, in the only process that runs this file."""
     global AIMessage, HumanMessage, ToolMessage, tool, ChatOpenAI, OpenAIEmbeddings
     from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
     from langchain_core.tools import tool

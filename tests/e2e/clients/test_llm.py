@@ -17,7 +17,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture
 def folder(tmp_path: Path, url: str) -> Path:
-    """Its settings, as `appliance connect llm` has them."""
+    """Its settings, as printed by `appliance connect llm`."""
     step, *_ = RECIPES["llm"].steps(Connection(url, "small"))
     (tmp_path / step.file).write_text(step.code)
     return tmp_path

@@ -20,10 +20,10 @@ TASKS = HERE / "lm_eval_tasks"
 
 
 def evaluate(base_url: str, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run the task; return its results and what was asked."""
+    """Run the task; return its results and the requests."""
     finished = subprocess.run(
         [python_clients() / "python", HERE / "programs" / "lm_eval_facts.py", base_url, TASKS],
-        cwd=TASKS,  # where the task finds its questions
+        cwd=TASKS,  # where the task looks for its questions
         env={**os.environ, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -35,7 +35,7 @@ def evaluate(base_url: str, folder: Path) -> tuple[dict[str, Any], list[dict[str
 
 
 def likelihood(client: httpx.Client, context: str, continuation: str) -> float:
-    """The same by the other field that tells it, from the texts."""
+    """The likelihood of a continuation from its text, by the other field that reports it."""
     before = client.post("/tokenize", json={"prompt": context}).json()["count"]
     body = {"prompt": context + continuation, "prompt_logprobs": 0, "max_tokens": 0}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]

@@ -1,4 +1,4 @@
-"""The two packages that programs in JavaScript use."""
+"""The two packages that JavaScript programs use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.model
 
 
 def run(name: str, base_url: str, folder: Path) -> Any:
-    """What a program prints; Node finds packages beside the program only, so it is copied there."""
+    """Return a program's output; it is copied beside the packages, where alone Node finds them."""
     (folder / "node_modules").symlink_to(node_packages() / "node_modules")
     program = shutil.copy(PROGRAMS / name, folder)
     finished = subprocess.run(

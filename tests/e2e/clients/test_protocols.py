@@ -1,4 +1,4 @@
-"""Every protocol by its own client package: a tool that has to be called, a format to be obeyed."""
+"""Every protocol with its own client package: a tool that must be called, a format to obey."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_responses_with_a_tool(openai: AsyncOpenAI) -> None:
 
 
 async def test_messages_with_a_tool(url: str) -> None:
-    import anthropic  # a second's work, for the one process that comes to this test
+    import anthropic  # takes a second, in the only process that runs this test
 
     async with anthropic.AsyncAnthropic(
         base_url=url, api_key="unused", max_retries=0, timeout=LIMIT
@@ -102,7 +102,7 @@ async def test_chats_with_a_format(url: str) -> None:
         answer = await client.chat(
             model="small",
             messages=[{"role": "user", "content": "Oslo is rainy."}],
-            format=SCHEMA,  # closed: left open, so small a model adds properties without end
+            format=SCHEMA,  # closed: otherwise so small a model adds properties without end
             options={"temperature": 0},
         )
         assert json.loads(answer.message.content or "").keys() == {"city"}

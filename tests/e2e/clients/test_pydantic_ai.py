@@ -21,7 +21,7 @@ SETTINGS: ModelSettings = {"max_tokens": 120, "temperature": 0}
 
 @pytest.fixture(scope="module", autouse=True)
 def _client_is_imported() -> None:
-    """A second's work, for the one process that comes to this file."""
+    """Import the client once: it takes a second, in the only process that runs this file."""
     global Agent, ToolOutput, OpenAIChatModel, OpenAIProvider
     from pydantic_ai import Agent, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel

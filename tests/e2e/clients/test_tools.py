@@ -1,4 +1,4 @@
-"""Tools with the default model, which knows nothing of them, by the openai package."""
+"""Tools with the default model, which was not trained on them, by the openai package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Place(BaseModel):
 
 
 async def test_a_tool_loop(openai: AsyncOpenAI) -> None:
-    """A call, its result, and an answer to that."""
+    """The client sends a call's result and gets an answer to that."""
     messages: list[ChatCompletionMessageParam] = [QUESTION]
     create = openai.chat.completions.create
     asked = await create(
@@ -76,7 +76,7 @@ async def test_a_tool_loop(openai: AsyncOpenAI) -> None:
 
 
 async def test_required_calls(openai: AsyncOpenAI) -> None:
-    """Whatever the seed, a call that can be read; streamed as whole."""
+    """Every seed gives a call that can be read, streamed or whole."""
     for seed in range(3):
         async with openai.chat.completions.stream(
             model="small",

@@ -1,4 +1,4 @@
-"""A folder quantized with a plan for its KV cache, served as it is; and the costs of real caches."""
+"""A folder quantized with a plan for its KV cache, served as it is; and costs of real caches."""
 
 from __future__ import annotations
 

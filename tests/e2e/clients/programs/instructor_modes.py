@@ -1,4 +1,4 @@
-"""instructor asks for a class in each of its ways; says what it got, as JSON.
+"""Ask for a class in each of instructor's modes; print the results as JSON.
 
 Run by an environment of its own, with the endpoint's URL and the names of modes as arguments.
 """

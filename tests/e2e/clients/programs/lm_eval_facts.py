@@ -1,4 +1,4 @@
-"""lm-eval: the task of a folder, by a server's likelihoods; prints its results and its samples.
+"""Run a folder's task in lm-eval, with a server's likelihoods; print its results and samples.
 
 The command line would first read the 14,000 tasks that come with lm-eval.
 """
