@@ -15,7 +15,7 @@ from bench.gpu.plan import COMPILE_SECONDS, MINUTES, SUITES, Amount, Suite, Want
 from bench.gpu.results import Results, folder_name
 
 BAD = tuple(
-    Suite(name, 20, patience, name, package="bench_suites")
+    Suite(name, 20, patience, name, package="support.runs.bench_suites")
     for name, patience in (("crashes", 60), ("hangs", 8), ("works", 60))
 )
 

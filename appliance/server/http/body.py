@@ -34,7 +34,7 @@ _MAX_DIGITS = 400
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 logger = logging.getLogger(__name__)
-_names_logged: set[str] = set()
+names_logged: set[str] = set()
 
 
 async def read_json(
@@ -143,9 +143,9 @@ def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, An
 
 def note_ignored(fields: Mapping[str, Any], known: set[str]) -> None:
     """Log the names of ignored fields, each once."""
-    for name in fields.keys() - known - _names_logged:
-        if len(_names_logged) < _MAX_NAMES_LOGGED:
-            _names_logged.add(name)
+    for name in fields.keys() - known - names_logged:
+        if len(names_logged) < _MAX_NAMES_LOGGED:
+            names_logged.add(name)
             logger.info("field %.100r of a request is not known and ignored", name)
 
 
