@@ -74,7 +74,8 @@ class WebServer(uvicorn.Server):
         """Update the Date header until told to stop; otherwise idle."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._stopping.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -96,7 +96,9 @@ class EngineProcess:
         # A thread waits, because the process may be older than the event loop.
         ended = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
-            await asyncio.wait_for(asyncio.shield(ended), _EXIT_SECONDS)
+            # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes as its wait ends.
+            async with asyncio.timeout(_EXIT_SECONDS):
+                await asyncio.shield(ended)
         except TimeoutError:
             logger.warning("the engine process does not end; killing it")
             self.kill()

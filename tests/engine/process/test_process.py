@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import closing
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -24,8 +25,10 @@ from support.echo.echo_engine import (
 from support.runs.waiting import until
 
 from appliance.config import EngineConfig
+from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.generation import MAX_BACKLOG
+from appliance.engine.process.launch import create_metadata, map_metadata
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineDiedError, EngineError, RequestError
 
@@ -153,3 +156,29 @@ async def test_one_choice_ends_and_the_other_goes_on() -> None:
         assert found == {0: 1, 1: 20}
         await until(lambda: idle(client))
         assert client.stats.generation_tokens_total < 30
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancellation_as_the_process_ends_is_not_lost(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that closed at that moment would wait for its supervisor forever."""
+    exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def exit_code(_: object) -> int:
+        return await exited
+
+    monkeypatch.setattr(asyncio, "to_thread", exit_code)
+    metadata = map_metadata(create_metadata(), writable=False)
+    process = EngineProcess(MagicMock(), MagicMock(), metadata)
+    waiting = asyncio.create_task(process.wait())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    exited.set_result(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if waiting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    else:
+        assert await waiting == "exited with code 0"
