@@ -32,7 +32,7 @@ class TopOptions:
 
     Attributes:
         replay: recording to play instead of following a server.
-        colors: value of a `display.Colors`.
+        colors: value of a `terminal.Colors`.
         theme: key of `scheme.SCHEMES`.
         ca_file: certificates to trust over HTTPS; None for Python's defaults.
     """

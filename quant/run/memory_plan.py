@@ -273,7 +273,7 @@ def _running(
 
 
 def _method_bytes(slots: list[TensorSlot], options: QuantizeOptions) -> tuple[int, int]:
-    """Compute the moments and the copies for the largest of some weights; see `calibrated_any`."""
+    """Compute the moments and the copies for the largest of some weights; see `calibrated`."""
     linears = [slot.shape for slot in slots if slot.is_linear]
     square = max((columns**2 for _, columns in linears), default=0)
     weight = max(map(prod, linears), default=0)

@@ -1,4 +1,4 @@
-"""A program that runs a model to write rows of tokens and prints them; see `self_text`.
+"""A program that runs a model to write rows of tokens and prints them; see `calibration`.
 
 It exits if its parent does, or if it exceeds its memory limit.
 """
