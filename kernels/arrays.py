@@ -212,11 +212,6 @@ def empty(shape: Any, dtype: Any, model: Any) -> Any:
     return model.new_empty(shape, dtype=_torch_dtype(dtype))
 
 
-def zeros(shape: Any, dtype: Any) -> Any:
-    """Return zeros, a `HostArray`."""
-    return np.zeros(shape, dtype=numpy_dtype(dtype)).view(HostArray)
-
-
 def cast(array: Any, dtype: Any) -> Any:
     """Return an array in an element type."""
     return array.to(dtype) if isinstance(array, HostArray) else array.to(_torch_dtype(dtype))

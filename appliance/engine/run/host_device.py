@@ -5,13 +5,17 @@ So tests drive the whole runner without a GPU.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from appliance.engine.run.device import in_torch
 from appliance.kernels import arrays
+from appliance.kernels.cpu.arena import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +105,10 @@ class NativeDevice(HostDevice):
     """The CPU for the CPU library: its arrays need no torch."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        return arrays.zeros(shape, dtype)  # type: ignore[no-any-return]
+        # A heap that has been trimmed would write its zeros; these pages take memory once written.
+        size = math.prod(shape) * arrays.numpy_dtype(dtype).itemsize
+        memory = np.frombuffer(Mapping.of(max(size, 1)).memory, np.uint8, size)
+        return arrays.of_numpy(memory.view(arrays.numpy_dtype(dtype)).reshape(shape))  # type: ignore[no-any-return]
 
     def view(self, array: NDArray[Any] | Tensor) -> Tensor:
         return arrays.of_numpy(array)  # type: ignore[no-any-return]
