@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.kernels import code_record
+from support.runs import sweeps
 
 from appliance.runtime import limit_spinning
 
@@ -49,11 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="execute every case of the kernels' tests as compiled for every architecture",
     )
     parser.addoption(
-        "--executed",
+        "--sweeps",
         choices=("all", "changed", "by-turns"),
         default="all",
-        help="of the tests that execute kernels: all; those of changed code, whose passing is "
-        "written down; or those and a sample of the others, which is another one in each commit",
+        help="of the tests that try every case of something: all; those of changed code, whose "
+        "passing is written down; or those and a sample of the others, another one in each commit",
     )
     parser.addoption(
         "--unlike-products",
@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         leave_out(isa)
     if not hasattr(config, "workerinput"):
-        code_record.check_selection(config)
+        sweeps.check_selection(config)
         if config.option.store_durations:
             from support.runs.file_scheduling import Stopwatch
 
@@ -94,18 +94,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Pass a worker what it would otherwise have to compute."""
-    node.workerinput["unchanged"] = sorted(code_record.unchanged_in_run(node.config))
+    node.workerinput["unchanged"] = sorted(sweeps.unchanged_in_run(node.config))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Record that all cases passed."""
     config = session.config
-    if (
-        config.option.executed == "changed"
-        and not exitstatus
-        and not hasattr(config, "workerinput")
-    ):
-        code_record.renew()
+    if config.option.sweeps == "changed" and not exitstatus and not hasattr(config, "workerinput"):
+        sweeps.renew()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -118,6 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the longest first, or one worker may still run them when the others are done."""
+    sweeps.leave_out_unchanged(config, items)
     if hasattr(config, "workerinput"):
         from support.runs.file_scheduling import durations, longest_first
 

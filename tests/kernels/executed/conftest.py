@@ -12,10 +12,6 @@ this process. Some cases of each test are, one after another on another architec
 not interpreted as well: what their source says is in what it was compiled to. A test marked
 `interpreted` has none, as others execute what its kernels are compiled to. With `--every-target`
 all cases are, and all are interpreted.
-
-`scripts/test` runs all cases of a file whose code has changed since they passed, and a sample of
-those of other files, which is another one in each commit. `scripts/check_executed` runs what has
-changed and, if it passes, writes that down.
 """
 
 from __future__ import annotations
@@ -34,9 +30,7 @@ from pathlib import Path
 import pytest
 import torch
 from ptx_machine.driver import TARGETS
-from support.kernels.code_record import unchanged_in_run
 from support.kernels.kernel_gpu import gpu
-from support.runs.turns import sample, seed_of_tree
 
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
@@ -48,7 +42,6 @@ HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETER = "interpreter"
 SHARE = 5  # of so many cases of a test, the first is executed on one of those
-ONE_IN = 48  # cases whose code has not changed, in each run
 CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
 
@@ -166,21 +159,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
                 left_out.update(filter(None, [interpreted.get((*test, case))]))
     items[:] = [item for item in items if item in kept or item not in left_out]
-    if not INTERPRETS:
-        leave_out_unchanged(config, items)
-
-
-def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave of files whose code has not changed what the run wants of them."""
-    unchanged = unchanged_in_run(config)
-    cases = [
-        item.nodeid for item in items if item.path.parent == HERE and item.path.name in unchanged
-    ]
-    kept: list[str] = []
-    if cases and config.option.executed == "by-turns":
-        kept = sample(cases, ONE_IN, seed_of_tree())
-    left_out = {*cases} - {*kept}
-    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.kernels import code_record
-from support.kernels.code_record import EXECUTED, ROOT, code_of, digest, renew, unchanged
+from support.runs import sweeps
+from support.runs.sweeps import ROOT, code_of, digest, renew, unchanged
+
+ALL = [str(file) for file in sweeps.files()]
+EXECUTED = ROOT / "tests" / "kernels" / "executed"
 
 KERNEL_TEST = """
 from __future__ import annotations
@@ -46,6 +49,9 @@ RUN = {
     "support/machine/__init__.py": "import struct",
     "tests/conftest.py": "from machine import run",
     "tests/plugins/rounding.py": "",
+    "tests/cases.json": "{}",
+    "product/tile/widths.json": "{}",
+    "library/sum.c": "",
     "tests/test_kernel.py": KERNEL_TEST,
 }
 NOT_RUN = {
@@ -54,6 +60,8 @@ NOT_RUN = {
     "product/unread.py": "",
     "tests/helper.py": "",
     "tests/test_other.py": "",
+    "library/notes.txt": "",
+    "other/table.json": "",
 }
 
 
@@ -63,7 +71,8 @@ def digest_in(folder: Path, changed: str | None = None) -> str:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\nanother = 1" * (name == changed))
-    return digest(folder / "tests" / "test_kernel.py", (folder, folder / "support"))
+    besides = tuple(folder.glob("library/*.c"))
+    return digest(folder / "tests" / "test_kernel.py", besides, (folder, folder / "support"))
 
 
 def test_what_a_test_runs_changes_its_digest_and_nothing_else(tmp_path: Path) -> None:
@@ -74,7 +83,7 @@ def test_what_a_test_runs_changes_its_digest_and_nothing_else(tmp_path: Path) ->
     assert changing == set(RUN)
 
 
-@pytest.mark.parametrize("library", code_record.LIBRARIES)
+@pytest.mark.parametrize("library", sweeps.LIBRARIES)
 def test_another_version_of_a_library_changes_it(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,35 +93,41 @@ def test_another_version_of_a_library_changes_it(
     assert digest_in(tmp_path) != before
 
 
-def test_files_that_are_new_or_changed_are_not_unchanged(tmp_path: Path) -> None:
-    digest_in(tmp_path / "before")
-    digest_in(tmp_path / "after", changed="tests/test_other.py")
-    before, after = tmp_path / "before" / "tests", tmp_path / "after" / "tests"
+def test_files_that_are_new_or_changed_are_not_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "SWEEPS", {"tests/test_*.py": ("library/*.c",)})
+    before, after, library = (tmp_path / name for name in ("before", "after", "library"))
+    digest_in(before)
+    digest_in(after, changed="tests/test_other.py")
+    digest_in(library, changed="library/sum.c")
     record = tmp_path / "passed.json"
     assert unchanged(record, before) == set()
     renew(record, before)
-    assert unchanged(record, before) == {"test_kernel.py", "test_other.py"}
-    (after / "test_new.py").touch()
-    assert unchanged(record, after) == {"test_kernel.py"}
+    assert unchanged(record, before) == {"tests/test_kernel.py", "tests/test_other.py"}
+    (after / "tests" / "test_new.py").touch()
+    assert unchanged(record, after) == {"tests/test_kernel.py"}
+    assert unchanged(record, library) == set()
 
 
 def test_the_record_is_of_files_that_are_there() -> None:
-    assert json.loads(code_record.RECORD.read_text()).keys() == {
-        path.name for path in EXECUTED.glob("test_*.py")
-    }
+    there = {str(file.relative_to(ROOT)) for file in sweeps.files()}
+    assert json.loads(sweeps.RECORD.read_text()).keys() == there
+    for pattern, besides in sweeps.SWEEPS.items():
+        assert all(list(ROOT.glob(glob)) for glob in (pattern, *besides)), pattern
 
 
 @pytest.mark.parametrize(
     "chosen",
-    [["tests/test_log.py"], [f"{EXECUTED}", "-k", "copy"], [f"{EXECUTED}", "--collect-only"]],
+    [["tests/test_log.py"], [*ALL[1:]], [*ALL, "-k", "copy"], [*ALL, "--collect-only"]],
 )
 def test_nothing_is_written_down_of_a_part(chosen: list[str]) -> None:
-    before = code_record.RECORD.read_bytes()
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--executed=changed"]
+    before = sweeps.RECORD.read_bytes()
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--sweeps=changed"]
     ran = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "is for the whole folder: scripts/check_executed" in ran.stderr
-    assert code_record.RECORD.read_bytes() == before
+    assert "is for all of them: scripts/check_sweeps" in ran.stderr
+    assert sweeps.RECORD.read_bytes() == before
 
 
 def test_kernels_load_no_module_that_is_not_seen(tmp_path: Path) -> None:
