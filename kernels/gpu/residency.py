@@ -43,11 +43,13 @@ class Multiprocessors:
         num_sms: multiprocessors.
         shared_bytes: of a multiprocessor.
         threads: most threads of a multiprocessor.
+        l2_bytes: of the second-level cache that all share.
     """
 
     num_sms: int
     shared_bytes: int
     threads: int
+    l2_bytes: int
 
     def resident(self, program: Footprint) -> int:
         """Return the programs of a kernel that a multiprocessor executes at a time, at least 1."""
@@ -61,11 +63,11 @@ class Multiprocessors:
 
 # The largest card of each compute capability, from NVIDIA's tables, to compile without a card.
 LARGEST = {
-    80: Multiprocessors(108, 164 << 10, 2048),
-    86: Multiprocessors(84, 100 << 10, 1536),
-    89: Multiprocessors(128, 100 << 10, 1536),
-    90: Multiprocessors(132, 228 << 10, 2048),
-    120: Multiprocessors(170, 100 << 10, 1536),
+    80: Multiprocessors(108, 164 << 10, 2048, 40 << 20),
+    86: Multiprocessors(84, 100 << 10, 1536, 6 << 20),
+    89: Multiprocessors(128, 100 << 10, 1536, 72 << 20),
+    90: Multiprocessors(132, 228 << 10, 2048, 50 << 20),
+    120: Multiprocessors(170, 100 << 10, 1536, 96 << 20),
 }
 
 
@@ -79,6 +81,7 @@ def multiprocessors_of(device: torch.device, capability: int) -> Multiprocessors
         found.multi_processor_count,
         found.shared_memory_per_multiprocessor,
         found.max_threads_per_multi_processor,
+        found.L2_cache_size,
     )
 
 

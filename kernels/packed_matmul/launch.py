@@ -21,10 +21,15 @@ from appliance.kernels.packed_matmul.kernel import (
     rows_kernel,
 )
 from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.kernels.packed_matmul.slices import (
+    WIDENED_ROWS,
+    LinearForm,
+    choose_slices,
+    scratch_rows,
+)
 from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiled import (
     GATE_RUN,
-    ROW_MULTIPLE,
     TiledWeight,
     interleaved_gate_up,
     pad_bias,
@@ -33,6 +38,7 @@ from appliance.kernels.packed_matmul.tiled import (
 )
 from appliance.kernels.packed_matmul.tiles import (
     MAX_COUNTERS,
+    ROW_STEP,
     TILE_N,
     WORKSPACE_FLOATS,
     MatmulTile,
@@ -43,7 +49,6 @@ from appliance.kernels.packed_matmul.tiles import (
 )
 from appliance.kernels.packed_matmul.variant import (
     DENSE_BLOCK_M,
-    DEQUANTIZED_AT_ONCE,
     LOOKUP_BLOCK_M,
     ROWS_WARPS,
     dequantize_constexprs,
@@ -132,6 +137,21 @@ class TiledLinear:
         """Bytes that the weight and bias take."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def form(self) -> LinearForm:
+        weight = self.weight
+        return LinearForm(
+            out_features=weight.out_features,
+            in_features=weight.in_features,
+            blocks_k=_blocks_k(weight),
+            block_k=weight.block_k,
+            nbytes=weight.nbytes,
+            kind=weight.kind,
+            params_kind=weight.params_kind,
+            group_size=weight.group_size,
+            gated=self.gated,
+        )
+
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply.
 
@@ -145,15 +165,14 @@ class TiledLinear:
         assert x.dtype in DTYPES, x.dtype
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        form = self.weight.kind, self.weight.group_size
-        tile = choose_tile(
-            x.shape[0],
-            target_of(x.device).capability,
-            product_group(*form),
-            may_fold=may_fold(*form),
-        )
-        if tile is None:
-            return _multiply_dense(self, x)
+        capability = target_of(x.device).capability
+        if len(x) > WIDENED_ROWS:
+            card = multiprocessors_of(x.device, capability)
+            heights = choose_slices(self.form, -(-len(x) // ROW_STEP), capability, card)
+            if heights:
+                return _multiply_dense(self, x, heights)
+        codes = self.weight.kind, self.weight.group_size
+        tile = choose_tile(len(x), capability, product_group(*codes), may_fold=may_fold(*codes))
         out = x.new_empty(x.shape[0], self.out_features)
         if len(x):
             with torch.cuda.device(x.get_device()):
@@ -254,7 +273,7 @@ def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> 
     weight, num_tokens = linear.weight, x.shape[0]
     blocks_m = -(-num_tokens // tile.block_m)
     blocks_n = -(-weight.out_features // tile.block_n)
-    blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
+    blocks_k = _blocks_k(weight)
     asm, early = not target_of(x.device).is_interpreted, starts_early(x.device)
     fixed = matmul_constexprs(weight, tile, gated=linear.gated, early=early, asm=asm)
     sums = None
@@ -311,36 +330,39 @@ def place_of(
     return TileDevice(target.capability, card, card.resident(program) if program else MOST_PROGRAMS)
 
 
-def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
-    """Multiply by slices of the dequantized weight in the library, which pays with many rows."""
+def _multiply_dense(linear: TiledLinear, x: Tensor, heights: tuple[int, ...]) -> Tensor:
+    """Multiply by slices of the weight made dense, one after another in the same scratch."""
     weight = linear.weight
-    out = x.new_empty(x.shape[0], weight.out_features)
-    rows_at_once = max(ROW_MULTIPLE, DEQUANTIZED_AT_ONCE // weight.in_features // TILE_N * TILE_N)
-    for start in range(0, weight.out_features, rows_at_once):
-        end = min(start + rows_at_once, weight.out_features)
-        dense, part = dequantize_rows(weight, start, end, x).t(), out[:, start:end]
+    out = x.new_empty(len(x), weight.out_features)
+    scratch = x.new_empty(scratch_rows(weight.out_features, weight.in_features), weight.in_features)
+    start = 0
+    for height in heights:
+        end = min(start + height, weight.out_features)
+        dense = scratch[: end - start]
+        dequantize_rows(weight, start, dense)
+        part = out[:, start:end]
         if linear.bias is None:
-            torch.mm(x, dense, out=part)
+            torch.mm(x, dense.t(), out=part)
         else:
-            torch.addmm(linear.bias[start:end].to(x.dtype), x, dense, out=part)
+            torch.addmm(linear.bias[start:end].to(x.dtype), x, dense.t(), out=part)
+        start = end
     return gated_activation(out, Activation.SILU, run=GATE_RUN) if linear.gated else out
 
 
-def dequantize_rows(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
-    """Dequantize rows from a multiple of TILE_N, to the dtype and device of `like`."""
-    out = like.new_empty(end - start, weight.in_features)
+def dequantize_rows(weight: TiledWeight, start: int, out: Tensor) -> None:
+    """Dequantize rows from a multiple of TILE_N on into `out`, (rows, in_features)."""
     if weight.has_records:
         _write_rows(weight, out, None, start, DENSE_BLOCK_M)
-        return out
-    blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
-    with torch.cuda.device(like.get_device()):
-        dequantize_kernel[(-(-(end - start) // TILE_N), blocks_k)](
+        return
+    blocks_k = _blocks_k(weight)
+    with torch.cuda.device(out.get_device()):
+        dequantize_kernel[(-(-len(out) // TILE_N), blocks_k)](
             out,
             weight.codes,
             weight.params,
             weight.channel_scale,
             start // TILE_N,
-            end - start,
+            len(out),
             weight.in_features,
             blocks_k,
             **dequantize_constexprs(
@@ -348,18 +370,21 @@ def dequantize_rows(weight: TiledWeight, start: int, end: int, like: Tensor) -> 
                 weight.params_kind,
                 weight.group_size,
                 weight.block_k,
-                asm=not target_of(like.device).is_interpreted,
+                asm=not target_of(out.device).is_interpreted,
             ),
             num_warps=4,
         )
-    return out
+
+
+def _blocks_k(weight: TiledWeight) -> int:
+    return weight.codes.shape[1] * weight.order.tile_k // weight.block_k
 
 
 def _write_rows(
     weight: TiledWeight, out: Tensor, ids: Tensor | None, start: int, block_m: int
 ) -> None:
     """Write the rows of `ids`, or those from `start` on, in the dtype of `out`."""
-    blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
+    blocks_k = _blocks_k(weight)
     with torch.cuda.device(out.get_device()):
         rows_kernel[(-(-len(out) // block_m), blocks_k)](
             out,

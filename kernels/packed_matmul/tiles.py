@@ -26,6 +26,7 @@ PARTIAL_SHARE = 0.25  # of a weight's bytes, at most
 WORKSPACE_FLOATS = 4 << 20  # partial sums of all programs of a launch
 MAX_COUNTERS = 1 << 14
 SHORT_GROUP = 32
+ROW_STEP = 32  # of x, in which a choice for many rows changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class MatmulTile:
 class Architecture:
     """One row of the table."""
 
-    tiles: tuple[MatmulTile, ...]  # by max_rows; above the last, weights become dense
+    tiles: tuple[MatmulTile, ...]  # by max_rows; the last also for more
     one_sum: tuple[MatmulTile, ...]  # where all products add to one sum
     # Bytes that an SM must have in flight: its share of the bandwidth on the fastest card's data
     # sheet, times 0.8 us, about the latency of a loaded memory.
@@ -86,8 +87,7 @@ _WGMMA_ONE_SUM = (
     replace(_WIDE, max_rows=256),
     _WIDE,
 )
-# A scale every 32 inputs costs a multiplication for each sum: with many rows of x more than a dense
-# weight does, and registers that taller tiles lack.
+# A scale every 32 inputs costs a multiplication for each sum, and registers that taller tiles lack.
 SHORT_GROUP_TILES = (
     replace(_SKINNY[0], max_registers=128),
     *_SKINNY[1:],
@@ -113,8 +113,8 @@ def architecture(capability: int) -> Architecture | None:
 @lru_cache(maxsize=4096)
 def choose_tile(
     rows: int, capability: int, group_size: int = 128, *, may_fold: bool = False
-) -> MatmulTile | None:
-    """Choose the tile for a number of rows of x; None means that the weight is dequantized.
+) -> MatmulTile:
+    """Choose the tile for a number of rows of x; with many, `slices` may decide against it.
 
     Args:
         rows: of x.
@@ -128,6 +128,8 @@ def choose_tile(
     if 0 < group_size <= SHORT_GROUP:
         tiles = SHORT_GROUP_TILES
     tile = next((tile for tile in tiles if rows <= tile.max_rows), None)
+    if tile is None:
+        return replace(tiles[-1], max_rows=-(-rows // ROW_STEP) * ROW_STEP)
     # With one sum over all inputs ptxas would spill, to fit more programs than shared memory holds.
     return replace(tile, max_registers=128) if tile is _SKINNY[1] and not group_size else tile
 

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiled import TiledWeight
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
-# Elements of a dense slice, 16 MiB: with its part of the result it fits the L2 of most cards, so
-# the product does not read it back from memory.
-DEQUANTIZED_AT_ONCE = 8 << 20
 # Rows of a program that looks some up, and of one that makes a slice dense.
 LOOKUP_BLOCK_M = 1
 DENSE_BLOCK_M = 16

@@ -72,10 +72,11 @@ def test_a_card_tells_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
         multi_processor_count=24,
         shared_memory_per_multiprocessor=100 << 10,
         max_threads_per_multi_processor=1536,
+        L2_cache_size=24 << 20,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: rtx_4060)
     device = torch.device("cuda", 7)
-    assert multiprocessors_of(device, 89) == replace(LARGEST[89], num_sms=24)
+    assert multiprocessors_of(device, 89) == replace(LARGEST[89], num_sms=24, l2_bytes=24 << 20)
     assert multiprocessors_of(torch.device("cpu"), 103) is LARGEST[90]
 
 

@@ -84,16 +84,26 @@ def test_rows_are_looked_up_exactly(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["Q3_K", "Q5_1", "IQ4_XS", "Q4_K"])
 def test_many_rows_by_a_dense_product(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(launch, "DEQUANTIZED_AT_ONCE", 128 * 256)  # in several parts
+    monkeypatch.setattr(launch, "choose_slices", lambda *_: (128, 64, 64))
     weight = random_ggml(name, 200, 256)
     x = activations(150, 256, BF16)
     linear = prepare_linear(weight, None, BF16)
     assert isinstance(linear, TiledLinear)
-    dense = launch.dequantize_rows(linear.weight, 64, 200, x)
+    dense = x.new_empty(136, 256)
+    launch.dequantize_rows(linear.weight, 64, dense)
     assert torch.equal(dense, weight.dequantize(BF16)[64:])
     expected = x.double() @ weight.dequantize(BF16).double().t()
     bound = 4e-3 * float(expected.abs().max())
     torch.testing.assert_close(linear(x).double(), expected, rtol=2e-2, atol=bound)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "Q4_K"])
+def test_many_rows_by_codes_widened_in_registers(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(launch, "choose_slices", lambda *_: ())
+    weight, x = random_ggml(name, 72, 256), activations(150, 256, BF16)
+    assert_near_exact(prepare_linear(weight, None, BF16)(x), x, weight)
 
 
 def test_a_table_is_for_packed_blocks_only() -> None:

@@ -10,7 +10,6 @@ from support.kernels.fp4_weights import random_fp4
 from support.kernels.packed_weights import random_packed
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.gpu.target import target_of
 from appliance.kernels.packed_matmul import launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_gate_up, prepare_linear
 from appliance.kernels.packed_matmul.tiled import Params, centered
@@ -120,12 +119,14 @@ def test_four_bit_floats(
     assert_near_exact(linear(x), x, weight, bias)
 
 
-def test_many_rows_of_four_bit_floats_are_multiplied_densely() -> None:
+def test_many_rows_of_four_bit_floats_by_a_dense_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "choose_slices", lambda *_: (64, 64, 64))
     weight = random_fp4(144, 128, torch.float8_e4m3fn)
     x = activations(600, 128, BF16)
     linear = prepare_linear(weight, None, BF16)
     assert isinstance(linear, TiledLinear)
-    dense = launch.dequantize_rows(linear.weight, 64, 128, x)
+    dense = x.new_empty(64, 128)
+    launch.dequantize_rows(linear.weight, 64, dense)
     torch.testing.assert_close(dense, weight.dequantize(BF16)[64:128], rtol=2**-7, atol=0)
     y = x.double() @ weight.dequantize(BF16).double().t()
     torch.testing.assert_close(linear(x).double(), y, rtol=2e-2, atol=4e-3 * float(y.abs().max()))
@@ -204,7 +205,6 @@ def test_weights_that_take_scale_and_offset(
     params: Params,
 ) -> None:
     tile = choose_tile(70, 90, may_fold=True)
-    assert tile is not None
     assert tile.folds
     monkeypatch.setattr(launch, "choose_tile", lambda *_, **__: tile)
     weight, bias = random_packed(136, 384, group_size, **form), torch.randn(136)
@@ -234,14 +234,13 @@ def test_gated(monkeypatch: pytest.MonkeyPatch, rows: int, splits: int) -> None:
 def test_many_rows_by_a_dense_product(
     monkeypatch: pytest.MonkeyPatch, bits: int, gated: bool
 ) -> None:
-    # So that the weight is made dense in several parts.
-    monkeypatch.setattr(launch, "DEQUANTIZED_AT_ONCE", 128 * 256)
+    monkeypatch.setattr(launch, "choose_slices", lambda *_: (192, 128))
     weight, bias = random_packed(320, 256, 32, bits=bits), torch.randn(320)
-    few, x = (activations(rows, 256, BF16) for rows in (16, 600))
-    assert choose_tile(600, target_of(x.device).capability) is None
+    x = activations(600, 256, BF16)
     plain = prepare_linear(weight, None, BF16)
     assert isinstance(plain, TiledLinear)
-    dense = launch.dequantize_rows(plain.weight, 128, 256, few)
+    dense = x.new_empty(128, 256)
+    launch.dequantize_rows(plain.weight, 128, dense)
     torch.testing.assert_close(dense, weight.dequantize(BF16)[128:256], rtol=2**-7, atol=2e-3)
     linear = (prepare_gate_up if gated else prepare_linear)(weight, bias, BF16)
     assert isinstance(linear, TiledLinear)
