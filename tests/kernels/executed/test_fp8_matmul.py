@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,8 +88,40 @@ def test_many_rows_are_left_to_the_library_where_it_multiplies_them(
         rounded = codes.double() * scales.double()[:, None]
         found = linear(x)
         assert_near(found, rounded @ w.t() + bias.double(), rounded.abs() @ w.t().abs())
-    tried = (launch.LIBRARY_MULTIPLE,) * 2
-    assert shapes == ([tried, (65, 512), (130, 512)] if has_library else [])
+    tried, *others = shapes or [(65, 0)]
+    assert tried[0] > launch.MOST_OWN_ROWS  # so few never reach the library
+    assert others == ([(65, 512), (130, 512)] if has_library else [])
+    launch.library_multiplies.cache_clear()
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": torch.zeros_like,
+    "NaN": lambda found: torch.full_like(found, torch.nan),
+    "without the outputs' scales": lambda found: found[:, :1].expand_as(found),
+    "rows in another order": lambda found: found.flip(0),
+    "one number wrong": lambda found: found.index_put(
+        (torch.tensor(3), torch.tensor(5)), found[3, 5] * 1.1 + 1
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_library_that_fails_without_an_error_multiplies_nothing(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    multiply = torch._scaled_mm
+
+    def multiply_wrongly(*args: Any, **options: Any) -> torch.Tensor:
+        found: torch.Tensor = multiply(*args, **options)
+        return WRONG[wrong](found)
+
+    cpu = torch.device("cpu")
+    launch.library_multiplies.cache_clear()
+    assert launch.library_multiplies(cpu)
+    launch.library_multiplies.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm", multiply_wrongly)
+    assert not launch.library_multiplies(cpu)
+    assert "torch's are wrong" in caplog.text
     launch.library_multiplies.cache_clear()
 
 
