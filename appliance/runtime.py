@@ -72,9 +72,9 @@ def visible_gpus() -> list[str] | None:
     return [word for word in given if word and word != "-1"]
 
 
-def see_one_gpu(gpu: str) -> None:
-    """Make CUDA show this process a single GPU, by index or id; call it before CUDA is used."""
-    os.environ[VISIBLE_GPUS] = gpu
+def see_gpus(*gpus: str) -> None:
+    """Make CUDA show this process these GPUs, by index or id; call it before CUDA is used."""
+    os.environ[VISIBLE_GPUS] = ",".join(gpus)
 
 
 def free_host_bytes() -> int:

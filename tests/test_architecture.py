@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {
         "engine", "config", "tokenizer", "text", "log", "progress.jobs",
         "model_files.sampling_defaults", "docs", "dialects", "grammar",
-        "model_files.retrieval_recipe", "service",
+        "model_files.retrieval_recipe", "service", "kernels.gpu.cards",
     },
     "tui": set(),
     "progress": set(),
@@ -90,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokenizer",
     },
     "doctor": {
-        "config", "hub", "progress", "kernels.cpu", "kernels.packed_matmul",
+        "config", "hub", "progress", "kernels.cpu", "kernels.gpu", "kernels.packed_matmul",
         "model.source", "model.encoder", "model.leftovers", "model.families", "engine.memory.plan",
         "engine.encoder.encoder_execution", "engine.load.memory_request",
         "model_files.retrieval_recipe", "engine.nouns.sampling_params", "quant.quality.card",

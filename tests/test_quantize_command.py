@@ -115,7 +115,7 @@ def test_a_terminal_shows_the_latest_layers_and_a_bar() -> None:
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    with pytest.raises(ConfigError, match="no NVIDIA GPU was found"):
         choose_device("cuda")
     with pytest.raises(ConfigError, match="not auto, cpu or cuda"):
         choose_device("tpu")

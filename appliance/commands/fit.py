@@ -35,6 +35,7 @@ def fit(
     Of a hub's model only the headers are fetched. The plan is the one with which serve refuses or
     loads.
     """
+    from appliance.engine.devices import unused_gpu
     from appliance.errors import CheckpointError
     from appliance.fit.candidates import candidates
     from appliance.fit.model import opened
@@ -43,6 +44,8 @@ def fit(
     from appliance.quant.quality.card import card_of
 
     settings = load_section(EngineConfig, {}, config)
+    if gpu is None and (unused := unused_gpu(settings)):
+        typer.echo(f"note: {unused}", err=True)
     if settings.draft_model or settings.eagle_head:
         typer.echo("note: what drafts is not counted", err=True)
         settings = msgspec.structs.replace(settings, speculate="auto")

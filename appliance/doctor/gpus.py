@@ -1,23 +1,22 @@
-"""Checks NVIDIA's driver and GPUs through its management library."""
+"""Checks if torch uses a GPU, and each GPU through NVIDIA's management library."""
 
 from __future__ import annotations
 
-import importlib.util
-import re
+import sysconfig
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.doctor.finding import Finding, Grade, Scope, show_gib
+from appliance.kernels.cpu.build import BuildError, find_compiler
+from appliance.kernels.gpu.cards import GpuFacts, read_facts
+from appliance.kernels.gpu.obstacle import decide
 from appliance.server.metrics.gpu import GpuProbe, ask, open_nvml
 
 if TYPE_CHECKING:
     from appliance.events import Gpu
 
-NVIDIA = "0x10de"  # of PCI
-DISPLAY = "0x03"  # the class of PCI devices
 P2P_READ, P2P_OK = 0, 0  # of nvml.h: NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK
 SM_CLOCK = 1
 _COOLING = "clean fans and filters, and let air flow freely"
@@ -32,20 +31,15 @@ _FIXES = {
 
 
 def check_gpus(scope: Scope) -> Iterator[Finding]:
-    """Check the driver, then each GPU, then each pair."""
+    """Decide as the engine does whether a GPU is used, then check each GPU and each pair."""
+    facts = read_facts(scope.root, scope.nvml)
+    yield _use(scope, facts)
     try:
         library = open_nvml(scope.nvml)
-    except Exception as error:  # each error of the library has its own class
-        yield _without_driver(scope, str(error))
+    except Exception:  # each error of the library has its own class; `facts` has its words
         return
     probe = GpuProbe(library)
-    gpus = probe.read(0)
-    if not gpus:
-        grade = Grade.FAIL if scope.engine.device == "cuda" else Grade.WARN
-        yield Finding("driver", grade, "it has no GPU that this user may use", "run: nvidia-smi -L")
-        return
-    yield from _driver(library)
-    handles = probe.handles
+    gpus, handles = probe.read(0), probe.handles
     for index, (gpu, handle) in enumerate(zip(gpus, handles, strict=True)):
         name = f"GPU {index}"
         yield _capability(name, gpu, library, handle)
@@ -53,40 +47,43 @@ def check_gpus(scope: Scope) -> Iterator[Finding]:
         yield _clocks(name, gpu, library, handle)
     for (first, a), (second, b) in combinations(enumerate(handles), 2):
         yield _peers(f"GPUs {first} and {second}", library, a, b)
+    if gpus:
+        yield from _compiler_of_triton()
 
 
-def _without_driver(scope: Scope, why: str) -> Finding:
-    cards = [
-        device.parent.name
-        for device in scope.root.glob("sys/bus/pci/devices/*/vendor")
-        if device.read_text().strip() == NVIDIA
-        and device.with_name("class").read_text().startswith(DISPLAY)
-    ]
-    if "mismatch" in why.lower():
-        return Finding("driver", Grade.FAIL, why, "it was updated: restart the machine")
-    if cards:
-        fix = "install NVIDIA's driver and see that nvidia-smi works; in a container, pass the GPU"
-        return Finding("driver", Grade.FAIL, f"{why}, but a card is at {cards[0]}", fix)
+def _use(scope: Scope, facts: GpuFacts) -> Finding:
+    use = decide(facts)
+    if use.obstacle is not None:
+        is_lost = facts.has_card and not use.is_usable
+        grade = Grade.FAIL if is_lost or scope.engine.device == "cuda" else Grade.WARN
+        return Finding("GPU use", grade, use.obstacle.reason, use.obstacle.fix)
+    if use.is_usable:
+        driver = facts.driver or "of unknown version"
+        runs = "unknown CUDA" if facts.cuda is None else f"CUDA {facts.cuda[0]}.{facts.cuda[1]}"
+        built = "CPUs only" if facts.torch_cuda is None else "{}.{}".format(*facts.torch_cuda)
+        found = f"driver {driver}, up to {runs}; PyTorch is built for {built}"
+        return Finding("GPU use", Grade.OK, found)
     if scope.engine.device == "cuda":
-        found = f"device = cuda, but {why}"
-        return Finding("driver", Grade.FAIL, found, "set device to auto, or install the driver")
-    return Finding("driver", Grade.OK, "no NVIDIA GPU; the CPU serves")
+        fix = "set device to auto, or install NVIDIA's driver"
+        return Finding("GPU use", Grade.FAIL, "device = cuda, but no NVIDIA GPU was found", fix)
+    return Finding("GPU use", Grade.OK, "no NVIDIA GPU; the CPU serves")
 
 
-def _driver(library: Any) -> Iterator[Finding]:
-    driver = _text(ask(lambda: library.nvmlSystemGetDriverVersion()))
-    number = ask(lambda: library.nvmlSystemGetCudaDriverVersion())  # 12080 is 12.8
-    cuda = None if number is None else (number // 1000, number % 1000 // 10)
-    built = cuda_of_torch()
-    shown = "unknown CUDA" if cuda is None else f"CUDA {cuda[0]}.{cuda[1]}"
-    found = f"{driver}, up to {shown}; PyTorch is built for {built or 'CPUs only'}"
-    if built is None:
-        fix = "install PyTorch's CUDA build: remove .venv and run scripts/setup again"
-        yield Finding("driver", Grade.FAIL, found, fix)
-    elif cuda is not None and cuda[0] < int(built.partition(".")[0]):
-        yield Finding("driver", Grade.FAIL, found, "update NVIDIA's driver")
+def _compiler_of_triton() -> Iterator[Finding]:
+    """Look for what Triton needs to build what launches kernels."""
+    lacking = []
+    try:
+        find_compiler()
+    except BuildError:
+        lacking.append("a C compiler")
+    headers = Path(str(sysconfig.get_config_var("INCLUDEPY")), "Python.h")
+    if not headers.is_file():
+        lacking.append(str(headers))
+    if lacking:
+        found = f"Triton needs {' and '.join(lacking)} to launch kernels"
+        yield Finding("GPU compiler", Grade.FAIL, found, "apt install gcc python3-dev")
     else:
-        yield Finding("driver", Grade.OK, found)
+        yield Finding("GPU compiler", Grade.OK, "a C compiler and Python.h, for Triton")
 
 
 def _capability(name: str, gpu: Gpu, library: Any, handle: Any) -> Finding:
@@ -141,24 +138,3 @@ def _peers(name: str, library: Any, first: Any, second: Any) -> Finding:
         return Finding(name, Grade.OK, "they read each other's memory (P2P)")
     # No warning: many cards for homes have none, and the ranks' own test measures what that costs.
     return Finding(name, Grade.OK, "no P2P: copies between them go through the host's memory")
-
-
-def cuda_of_torch() -> str | None:
-    """Return the CUDA version of the installed torch without importing it; None for CPU."""
-    try:
-        if version("torch").endswith("+cpu"):
-            return None
-    except PackageNotFoundError:
-        return None
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = Path(spec.origin).with_name("version.py").read_text()
-    found = re.search(r"^cuda\b[^=\n]*= '([0-9.]+)'", text, re.M)
-    return None if found is None else found[1]
-
-
-def _text(name: str | bytes | None) -> str:
-    if name is None:
-        return "of unknown version"
-    return name.decode("utf-8", "replace") if isinstance(name, bytes) else name

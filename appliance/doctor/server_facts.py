@@ -28,6 +28,7 @@ class ServerFacts:
         status: of a request with the key.
         context_length: of the first model, in tokens; None if unknown.
         ranks: in words, of models that several processes divide.
+        unused_gpu: why a GPU of the server's machine computes nothing; empty without one.
         version: of the server; None if unknown.
     """
 
@@ -39,6 +40,7 @@ class ServerFacts:
     models: tuple[str, ...] = ()
     context_length: int | None = None
     ranks: tuple[str, ...] = ()
+    unused_gpu: str = ""
     version: str | None = None
 
 
@@ -82,6 +84,7 @@ async def ask_server(server: Server) -> ServerFacts:
             for model, ranks in (divided.items() if isinstance(divided, dict) else ())
             for place, words in enumerate(ranks)
         ),
+        unused_gpu=str(body.get("unused_gpu", "")),
         version=title.get("version") if title.get("title") == "Appliance" else None,
     )
 

@@ -69,6 +69,9 @@ def check_server(scope: Scope) -> Iterator[Finding]:
     fix = "" if facts.works else "wait until it is loaded; its log says more"
     yield Finding("server", grade, f"{_shown(server)}: {facts.health}", fix)
     yield _key(server, facts)
+    if facts.unused_gpu:
+        found, _, fix = facts.unused_gpu.partition("; ")
+        yield Finding("server's GPU", Grade.WARN, found, fix)
     for words in facts.ranks:
         fix = "appliance doctor tests the links of GPUs anew" if ", since " in words else ""
         yield Finding("rank", Grade.WARN if fix else Grade.OK, words, fix)

@@ -5,18 +5,16 @@ Imports torch only where a GPU is asked about.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
+from appliance.kernels.gpu.obstacle import gpu_use
 from appliance.runtime import free_host_bytes
 from appliance.wording import counted
 
@@ -27,16 +25,6 @@ if TYPE_CHECKING:
     from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.cpu.structs import Isa
     from appliance.kernels.operations import Backend
-
-
-@lru_cache
-def has_driver() -> bool:
-    """Return True if the library exists without which torch sees no GPU either."""
-    try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +65,21 @@ def choose_device(config: EngineConfig) -> torch.device | Processor:
     Raises:
         ConfigError: it is missing.
     """
-    on_gpu = config.device != "cpu" and has_gpu()
-    if config.device == "cuda" and not on_gpu:
-        raise ConfigError(
-            "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
-            "check nvidia-smi, or use --device cpu"
-        )
-    if not on_gpu:
+    if config.device == "cpu":
         return Processor()
-    import torch
+    use = gpu_use()
+    if use.is_usable:
+        import torch
 
-    return torch.device("cuda")
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise ConfigError(use.refusal())
+    return Processor()
 
 
-def has_gpu() -> bool:
-    """Return True if torch sees a GPU; loads torch only if there is a driver."""
-    if not has_driver():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+def unused_gpu(config: EngineConfig) -> str:
+    """Say why a GPU that is here computes nothing, and what mends it; empty if there is none."""
+    return "" if config.device == "cpu" else gpu_use().in_words()
 
 
 def memory_budget(device: torch.device | Processor, gpu_memory_utilization: float) -> int:
@@ -131,11 +114,19 @@ def native_engine(config: EngineConfig, threads: int) -> tuple[NativeEngine, Isa
 
 
 def backend_of(config: EngineConfig, device: torch.device) -> Backend:
-    """Return the kernels that the settings ask for on a device of torch."""
+    """Return the kernels that the settings ask for on a device of torch.
+
+    Raises:
+        ConfigError: Triton cannot launch kernels on the GPU.
+    """
     from appliance.kernels.backend import REFERENCE, select_backend
 
     choice = "reference" if config.kernels == "reference" else "auto"
     backend = select_backend(device, choice)
+    if backend.name == "triton":
+        from appliance.kernels.gpu.target import open_driver
+
+        open_driver()
     if wants_adapters(config):  # adapters add to gate and up before the activation
         backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
     return backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.devices import has_gpu
+from appliance.engine.devices import choose_device
 from appliance.engine.memory.experts.prediction import GIB, gpu_named
 from appliance.errors import ConfigError
 
@@ -41,7 +41,7 @@ def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) ->
         measures: measure this machine's memory bandwidth, about three seconds.
 
     Raises:
-        ConfigError: the GPU is not in the table.
+        ConfigError: the GPU is not in the table, or torch cannot use the one here.
     """
     if gpu is not None:
         known = gpu_named(gpu)
@@ -51,7 +51,7 @@ def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) ->
         )
     import psutil
 
-    if config.device != "cpu" and has_gpu():
+    if choose_device(config).type == "cuda":
         import torch
 
         name = torch.cuda.get_device_name(0)

@@ -25,6 +25,7 @@ class Health(msgspec.Struct, omit_defaults=True):
     models: dict[str, str] = {}  # state by model id, if there are several
     replicas: dict[str, list[str]] = {}  # each model's engine processes, if several
     ranks: dict[str, list[str]] = {}  # in words, of each model that several processes divide
+    unused_gpu: str = ""  # why a GPU that is here computes nothing, and what mends it
 
 
 def health_router(server: ServerState) -> APIRouter:
@@ -46,6 +47,7 @@ def health_router(server: ServerState) -> APIRouter:
                     states if len(states) > 1 else {},
                     server.replica_states,
                     server.ranks_in_words,
+                    server.unused_gpu,
                 )
             )
         # Public, so it hides the reason of a failure.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
+
+from appliance.errors import ConfigError
+from appliance.kernels.gpu.cards import folder_of_library
 
 STAND_IN = 80  # compute capability whose tiles the interpreter uses
 LEAST_DEPENDENT = 90  # compute capability from which a kernel can start before the last has ended
@@ -23,6 +29,41 @@ class Target:
 
     capability: int
     is_interpreted: bool = False
+
+
+def open_driver() -> None:
+    """Build what Triton talks to the driver with, for its first kernel or before.
+
+    Raises:
+        ConfigError: the compiler, Python's header files or libcuda are missing.
+    """
+    if triton.knobs.runtime.interpret:
+        return
+    # Triton looks for libcuda in ldconfig's cache, which containers and NixOS lack.
+    if triton.knobs.nvidia.libcuda_path is None and (folder := folder_of_library()):
+        triton.knobs.nvidia.libcuda_path = str(folder)
+    with naming_what_is_missing():
+        triton.runtime.driver.active.get_current_target()
+
+
+@contextmanager
+def naming_what_is_missing() -> Iterator[None]:
+    """Raise ConfigError where Triton cannot build what launches kernels; let other errors pass."""
+    try:
+        yield
+    except (RuntimeError, OSError, AssertionError, subprocess.CalledProcessError) as error:
+        said = str(error)
+        if isinstance(error, subprocess.CalledProcessError) or "C compiler" in said:
+            fix = "install a C compiler and Python's header files (on Debian and Ubuntu gcc and"
+            fix += " python3-dev)"
+        elif "ldconfig" in said or "libcuda" in said:
+            fix = "set TRITON_LIBCUDA_PATH to the folder that holds libcuda.so.1"
+        else:
+            raise
+        raise ConfigError(
+            f"Triton cannot build what launches kernels on the GPU: {said.strip()}; {fix}, or use"
+            " --device cpu"
+        ) from error
 
 
 @lru_cache

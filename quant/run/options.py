@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar, cast
 
 from appliance.errors import ConfigError
+from appliance.kernels.gpu.obstacle import gpu_use
 from appliance.quant.formats.scheme import CHANNEL, Fp8Scheme, SuperBlockScheme, WeightScheme
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from appliance.quant.text.calibration import CalibrationText
 
     QuantizedWeight: TypeAlias = PackedWeight | Fp8Weight | GgmlWeight
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 4 << 30
 # Options that do not change a run's result.
@@ -234,13 +238,16 @@ class QuantizeOptions:
 
 def choose_device(name: str) -> str:
     """Return "cpu" or "cuda"; "auto" prefers a GPU. Raises ConfigError if there is none."""
-    import torch
-
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch sees no CUDA device; use --device cpu")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return "cpu"
+    use = gpu_use()
+    if name == "cuda" and not use.is_usable:
+        raise ConfigError(use.refusal())
+    if use.obstacle is not None:
+        logger.warning("%s", use.in_words())
+    return "cuda" if use.is_usable else "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from appliance.config import EngineConfig
-from appliance.doctor import gpus
 from appliance.doctor.finding import Check, Finding, Grade, Scope
 from appliance.doctor.gpus import check_gpus
+from appliance.kernels.gpu import cards
+from appliance.runtime import VISIBLE_GPUS
 
 Look = Callable[[Check, Scope], dict[str, Finding]]
 
@@ -51,6 +54,9 @@ class Nvml:
     def nvmlDeviceGetName(self, handle: int) -> str:
         return "NVIDIA GeForce RTX 3090"
 
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:
         return [*self.capability]
 
@@ -77,13 +83,19 @@ class Nvml:
 @pytest.fixture(autouse=True)
 def _torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitate a machine where PyTorch has its usual build."""
-    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.delenv(VISIBLE_GPUS, raising=False)
+    monkeypatch.setattr(cards, "cuda_of_torch", lambda: (13, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda at: "NVIDIA GeForce RTX 3090")
 
 
 def test_two_gpus_that_are_well(look: Look) -> None:
     found = look(check_gpus, Scope(nvml=Nvml()))
     assert {one.grade for one in found.values()} == {Grade.OK}
-    assert found["driver"].found == "580.65.06, up to CUDA 13.0; PyTorch is built for 13.0"
+    driver = "driver 580.65.06, up to CUDA 13.0; PyTorch is built for 13.0"
+    assert found["GPU use"].found == driver
+    assert "Python.h" in found["GPU compiler"].found
     assert found["GPU 1"].found == "NVIDIA GeForce RTX 3090, compute capability 8.6"
     assert found["GPU 0 memory"].found == "23.0 GiB of 24.0 GiB free"
     assert found["GPU 0 clocks"].found.startswith("1395 MHz of at most 2100, 83 °C")
@@ -96,7 +108,7 @@ def test_two_gpus_that_are_well(look: Look) -> None:
         (Nvml(capability=(7, 5)), "GPU 0", Grade.FAIL, "the kernels need 8.0"),
         (Nvml(used=20 << 30), "GPU 1 memory", Grade.WARN, "90% may be planned with"),
         (Nvml(reasons=0x40 | 0x04), "GPU 0 clocks", Grade.WARN, "hardware thermal slowdown"),
-        (Nvml(cuda=12080), "driver", Grade.FAIL, "up to CUDA 12.8"),
+        (Nvml(capability=(7, 5)), "GPU use", Grade.FAIL, "the kernels need compute capability"),
         (Nvml(p2p=1), "GPUs 0 and 1", Grade.OK, "no P2P"),
     ],
 )
@@ -117,29 +129,56 @@ def test_what_a_driver_does_not_tell_is_unknown(
 
 
 def test_pytorch_for_cpus_beside_a_gpu(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: None)
-    found = look(check_gpus, Scope(nvml=Nvml()))["driver"]
-    assert (found.grade, "CUDA build" in found.fix) == (Grade.FAIL, True)
+    monkeypatch.setattr(cards, "cuda_of_torch", lambda: None)
+    found = look(check_gpus, Scope(nvml=Nvml()))["GPU use"]
+    assert (found.grade, "build for CPUs" in found.found) == (Grade.FAIL, True)
+    assert found.fix
 
 
-def test_a_machine_without_a_gpu_is_well(look: Look, tmp_path: Path) -> None:
-    nvml = Nvml(error="NVML Shared Library Not Found")
-    found = look(check_gpus, Scope(nvml=nvml, root=tmp_path))["driver"]
+def test_a_driver_older_than_pytorch(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = look(check_gpus, Scope(nvml=Nvml(cuda=12080)))["GPU use"]
+    assert (found.grade, "it runs CUDA 12.8" in found.found) == (Grade.FAIL, True)
+    assert found.fix.startswith("update NVIDIA's driver")
+
+
+def test_without_python_h_triton_cannot_start(
+    look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    found = look(check_gpus, Scope(nvml=Nvml()))["GPU compiler"]
+    assert (found.grade, str(tmp_path / "Python.h") in found.found) == (Grade.FAIL, True)
+    assert "python3-dev" in found.fix
+
+
+def test_a_machine_without_a_gpu_is_well(
+    look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cards, "has_driver", lambda: False)
+    found = look(check_gpus, Scope(root=tmp_path))["GPU use"]
     assert (found.grade, found.found) == (Grade.OK, "no NVIDIA GPU; the CPU serves")
     wanted = EngineConfig(device="cuda")
-    found = look(check_gpus, Scope(nvml=nvml, root=tmp_path, engine=wanted))["driver"]
+    found = look(check_gpus, Scope(root=tmp_path, engine=wanted))["GPU use"]
     assert found.grade is Grade.FAIL
 
 
-def test_a_card_without_a_driver(look: Look, tmp_path: Path) -> None:
+def test_a_card_without_a_driver(
+    look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cards, "has_driver", lambda: False)
     card = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x040300\n")
-    nvml = Nvml(error="NVML Shared Library Not Found")
-    assert look(check_gpus, Scope(nvml=nvml, root=tmp_path))["driver"].grade is Grade.OK, "sound"
+    assert look(check_gpus, Scope(root=tmp_path))["GPU use"].grade is Grade.OK, "sound"
     (card / "class").write_text("0x030000\n")
-    found = look(check_gpus, Scope(nvml=nvml, root=tmp_path))["driver"]
+    found = look(check_gpus, Scope(root=tmp_path))["GPU use"]
     assert (found.grade, "0000:01:00.0" in found.found) == (Grade.FAIL, True)
-    nvml.error = "Driver/library version mismatch"
-    assert "restart" in look(check_gpus, Scope(nvml=nvml))["driver"].fix
+
+
+def test_a_driver_that_was_updated_wants_a_restart(
+    look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    nvml = Nvml(error="Driver/library version mismatch")
+    assert "restart" in look(check_gpus, Scope(nvml=nvml))["GPU use"].fix

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
+from appliance.engine.devices import unused_gpu
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.load.draft import check_speculation, load_speculator, open_draft
@@ -103,6 +104,9 @@ def load_llm_engine(
     config = settings_for(config, source)
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     execution, notes = choose_execution(config, source, threads)
+    if unused := unused_gpu(config):
+        logger.warning("%s", unused)
+        notes = (unused, *notes)
     device = device or execution.step_device(threads)
     draft = open_draft(config, source, execution)
     check_speculation(config, execution, device)
@@ -132,6 +136,7 @@ def load_llm_engine(
         process_bytes=process_bytes,
         num_adapters=0 if adapters is None else adapters.count,
         drafts="" if draft is None else draft.in_words(),
+        unused_gpu=unused,
     )
     blocks, tiers, tier_notes = make_kv_cache(
         config, source, memory, loaded, metadata, rates, info, execution.precision

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +22,7 @@ from appliance.engine.run.moves import (
 )
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import GrammarMasks, Sampler
-from appliance.errors import ConfigError, MemoryPlanError
+from appliance.errors import MemoryPlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +153,6 @@ def load_runner(
         kept: keeps hidden states for a draft head.
 
     Raises:
-        ConfigError: the kernels cannot be built on this machine.
         MemoryPlanError: the measured model does not fit.
     """
     slots = None if adapters is None else adapters.slots
@@ -184,7 +182,6 @@ def plan_measured(
         The plan, and the memory limit of graphs in bytes.
 
     Raises:
-        ConfigError: the kernels cannot be built on this machine.
         MemoryPlanError: the measured model does not fit.
     """
     from appliance.engine.run.kernels_ahead import compile_kernels
@@ -347,12 +344,4 @@ def _refusals(limits: SchedulerLimits) -> Iterator[None]:
             f"this does not fit: beside the weights there is no memory for a step of"
             f" {limits.max_num_batched_tokens:,} rows and {limits.max_num_seqs} sequences; ask for"
             f" less with --max-num-batched-tokens, --max-num-seqs or --max-model-len ({error})"
-        ) from error
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        is_compiler = isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error)
-        if not is_compiler:
-            raise
-        raise ConfigError(
-            f"Triton cannot build what launches kernels on the GPU: {error}; install a C compiler"
-            " and Python's header files (on Debian and Ubuntu gcc and python3-dev)"
         ) from error

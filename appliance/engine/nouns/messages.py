@@ -185,6 +185,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of weights, formats and engine version
     precisions: tuple[str, ...] = ()  # by the index in a block's word; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken
+    unused_gpu: str = ""  # why a GPU that is here computes nothing; among the notes too
     kv_host_bytes: int = 0  # host memory for evicted blocks
     num_parameters: int = 0  # weights, a tied head's once; 0 if unknown
     hidden_size: int = 0  # width of a hidden state

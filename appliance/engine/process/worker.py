@@ -47,7 +47,7 @@ from appliance.engine.nouns.request import FinishReason
 from appliance.engine.process.framing import FrameDecoder, encode_frame, pieces_of
 from appliance.engine.process.launch import DUMP_STACKS_SIGNAL, beacon_of, map_metadata
 from appliance.errors import ApplianceError, EngineError, RequestError
-from appliance.runtime import die_with_parent, see_one_gpu
+from appliance.runtime import die_with_parent, see_gpus
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -106,7 +106,7 @@ def run_worker(
         assert isinstance(message, Load)
         warnings = log.configure(message.log_level, message.log_format)
         if message.gpu:
-            see_one_gpu(message.gpu)
+            see_gpus(message.gpu)
         engine = load(
             message.config,
             eos_token_ids=connection.ask_for_end_tokens,

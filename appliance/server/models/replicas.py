@@ -6,7 +6,6 @@ Several processes are tested on CPUs only, not yet on GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,8 +14,8 @@ from appliance.engine.process.client import EngineClient
 from appliance.engine.process.replica_set import ReplicaSet, ServedEngine
 from appliance.engine.process.residency import Residency
 from appliance.errors import ConfigError
+from appliance.kernels.gpu.cards import usable_cards
 from appliance.runtime import free_host_bytes, visible_gpus
-from appliance.server.metrics.gpu import ask, open_nvml
 from appliance.wording import counted
 
 if TYPE_CHECKING:
@@ -135,14 +134,6 @@ def _own_gpus(config: EngineConfig, gpus: Sequence[str] | None) -> list[str]:
 
 
 def gpu_ids() -> list[str]:
-    """Return the ids of the GPUs that CUDA shows: CUDA_VISIBLE_DEVICES's, or all."""
+    """Return the ids of the GPUs that a replica may have: CUDA_VISIBLE_DEVICES's, or all."""
     given = visible_gpus()
-    if given is not None:
-        return given
-    try:
-        nvml = open_nvml()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
-    except Exception:  # no driver; pynvml has a class for each error
-        return []
-    ids = [ask(partial(nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
-    return [one.decode() if isinstance(one, bytes) else one for one in ids if one is not None]
+    return [card.uuid for card in usable_cards()] if given is None else given

@@ -212,6 +212,12 @@ class ServerState:
         }
 
     @property
+    def unused_gpu(self) -> str:
+        """Words of the first engine that may use no GPU of this machine; empty without one."""
+        infos = (model.engine.info for model in self.models)
+        return next((info.unused_gpu for info in infos if info is not None and info.unused_gpu), "")
+
+    @property
     def state_word(self) -> str:
         """The most active state of all models."""
         states = [model.engine.state for model in self.models]

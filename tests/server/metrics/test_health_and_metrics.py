@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from support.runs.waiting import until
 
 from appliance.engine.process.supervisor import EngineState
+from appliance.server.dashboard.watcher import server_info
 from appliance.server.metrics.metrics import Metrics, RequestTimer
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ async def test_health_while_loading_and_draining(serve: Serve) -> None:
         running.state.tokenizer = None
         response = await running.http.get("/health")
         assert response.status_code == 503, "what never worked does not while it is closed down"
+
+
+async def test_a_gpu_that_is_not_used_is_in_health_and_the_dashboard(serve: Serve) -> None:
+    why = "no GPU is used: NVIDIA's driver is too old; update it"
+    async with serve() as running:
+        supervisor: Any = running.engine.supervisor
+        supervisor.info = msgspec.structs.replace(supervisor.info, unused_gpu=why, notes=(why,))
+        assert (await running.http.get("/health")).json() == {"status": "ok", "unused_gpu": why}
+        assert why in server_info(running.state).notes
 
 
 async def test_metrics_have_the_known_names(serve: Serve) -> None:
