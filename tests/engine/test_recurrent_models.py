@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,33 @@ def test_a_runner_that_looks_ahead_answers_the_same(model: Any, expected: list[l
         assert engine.stats().state_restores_total > 0
         # Decode steps are graphs, except with experts, which run in turn on a CPU.
         assert bool(device.captures) == (not engine.info.num_experts)
+
+
+class Pinning(LateDevice):
+    """Notes the threads that pin memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.threads.append(threading.current_thread())
+        return super().pinned(num_bytes)
+
+
+def test_no_step_pins_memory(model: Any, expected: list[list[int]]) -> None:
+    """States go to host memory and return, in rows that a thread has pinned."""
+    device = Pinning()
+    small = 16 * block_bytes(model[1])
+    with running(
+        model[1], device, kernels="torch", kv_cache_memory=small, kv_host_memory=1 << 24
+    ) as engine:
+        loaded = len([each for each in device.threads if each is threading.current_thread()])
+        assert run(engine, PROMPTS) == expected
+        assert engine.stats().swaps_total > 0
+    steps = [each for each in device.threads if each is threading.current_thread()]
+    assert len(steps) == loaded
+    assert {each.name for each in device.threads} > {threading.current_thread().name}
 
 
 def test_prompts_beside_answers_replay_a_graph_too(

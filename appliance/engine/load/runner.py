@@ -20,6 +20,7 @@ from appliance.engine.run.moves import (
     StateRows,
     staging_bytes,
 )
+from appliance.engine.run.pinned_memory import PinnedMemory
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import GrammarMasks, Sampler
 from appliance.errors import MemoryPlanError
@@ -285,16 +286,21 @@ def make_runner(
         num_open=num_open + 1 if num_open and parts.with_graphs else num_open,
         num_states=num_states + 1 if num_states and parts.with_graphs else num_states,
     )
+    pinned: PinnedMemory | None = None
+    if parts.device.is_asynchronous and parts.ranked is None:  # ranks give bytes to each other
+        row_bytes = max(cache.block_bytes + cache.open_bytes, memory.row_bytes)
+        pinned = PinnedMemory(parts.device, plan.kv_host_bytes, row_bytes)
     states: StateRows | OwnCacheRows | None = None
     if parts.executor.spec.own_cache is not None:
         states = OwnCacheRows(cast("OwnCaches", cache), memory.row_bytes)
     elif num_states and parts.ranked is not None:
         states = parts.ranked.link.state_rows(cache, parts.device, rates)
     elif num_states:
-        states = StateRows(cache.states, parts.device, rates)
+        states = StateRows(cache.states, parts.device, rates, pinned)
     moves: BlockMoves = HostMoves(cache, rates)
     if parts.moves_on_device:
-        moves = _device_moves(cache, parts.device, rates)
+        assert pinned is not None
+        moves = _device_moves(cache, parts.device, rates, pinned)
     sampler = Sampler(
         eos_token_ids,
         parts.sample_tokens,
@@ -324,13 +330,13 @@ def make_runner(
     return runner, moves, states
 
 
-def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
+def _device_moves(cache: Any, device: Device, rates: Rates, pinned: PinnedMemory) -> BlockMoves:
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.kernels.cache.decoder_cache import split_sealed
 
     layers, opened = split_sealed(cache.layers)
     open_mover = BlockMover(opened) if opened else None
-    return DeviceMoves(BlockMover(layers), device, rates, open_mover)
+    return DeviceMoves(BlockMover(layers), device, rates, pinned, open_mover)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ concurrently with steps.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from appliance.engine.nouns.moves import SavedBlock
+from appliance.engine.run.pinned_memory import PinnedRows
 from appliance.kernels import arrays
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StateLoad,
     )
     from appliance.engine.run.device import Copy, Device
+    from appliance.engine.run.pinned_memory import PinnedMemory
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.model.executor import Cache
     from appliance.model.fallback.own_cache import OwnCaches
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 Move = TypeVar("Move", "BlockSave", "BlockLoad")
 BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; grows for a larger block
 NUM_BUFFERS = 2  # one is copied while the other is gathered or scattered
-PIECE_BYTES = 64 << 20  # of pinned memory
-MOST_ROWS = 256  # of a piece
 
 
 class BlockMoves(Protocol):
@@ -108,6 +107,7 @@ class DeviceMoves:
     the same memory.
 
     Args:
+        pinned: for what leaves the cache.
         open_mover: moves open blocks, with sealed layers.
     """
 
@@ -116,6 +116,7 @@ class DeviceMoves:
         mover: BlockMover,
         device: Device,
         rates: Rates,
+        pinned: PinnedMemory,
         open_mover: BlockMover | None = None,
     ) -> None:
         self.block_bytes = mover.block_bytes
@@ -127,7 +128,7 @@ class DeviceMoves:
         size = _buffer_bytes(self.block_bytes + self.open_bytes)
         self.buffers = deque(_Buffer(device.zeros((size,), "uint8")) for _ in range(NUM_BUFFERS))
         self._rows = {
-            num_bytes: PinnedRows(device, num_bytes)
+            num_bytes: PinnedRows(pinned, num_bytes)
             for num_bytes in (self.block_bytes, self.block_bytes + self.open_bytes)
         }
         # Load the kernel now instead of during a step.
@@ -244,14 +245,17 @@ class StateRows:
 
     Args:
         rows: (num_rows, state_bytes) uint8, which steps read and write.
+        pinned: for what is saved from an asynchronous device.
     """
 
-    def __init__(self, rows: Tensor, device: Device, rates: Rates) -> None:
+    def __init__(
+        self, rows: Tensor, device: Device, rates: Rates, pinned: PinnedMemory | None = None
+    ) -> None:
         self.state_bytes = rows.shape[1]
         self._rows = device.view(rows)
         self._device = device
         self._rates = rates
-        self._pinned = PinnedRows(device, self.state_bytes)
+        self._pinned = None if pinned is None else PinnedRows(pinned, self.state_bytes)
 
     @property
     def part_bytes(self) -> tuple[int, ...]:
@@ -284,6 +288,7 @@ class StateRows:
             content = self._rows[row].numpy().tobytes()
             self._rates.saw_moves(len(content), time.perf_counter() - begin)
             return SavedBlock(content)
+        assert self._pinned is not None
         place, view = self._pinned.take()
         copy = self._device.fetch_aside(self._rows[row : row + 1], [place])
         self._device.follow(copy)  # a step may write to the row
@@ -324,26 +329,6 @@ class OwnCacheRows:
     def load(self, loads: Sequence[StateLoad], saved: Sequence[SavedBlock]) -> None:
         """Load nothing: no tier has kept any."""
         assert not loads, "caches of transformers' classes are not kept"
-
-
-class PinnedRows:
-    """Pinned host memory in rows of one size, which become free when nothing refers to them."""
-
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self._device = device
-        self._num_bytes = num_bytes
-        self._free: list[Tensor] = []
-
-    def take(self) -> tuple[Tensor, memoryview]:
-        """Take a row, (num_bytes,) uint8, and its bytes; dropping both frees it."""
-        if not self._free:
-            count = max(1, min(MOST_ROWS, PIECE_BYTES // self._num_bytes))
-            piece = self._device.pinned(count * self._num_bytes)
-            self._free += piece.view(count, self._num_bytes).unbind()
-        row = self._free.pop()
-        array = row.numpy()
-        weakref.finalize(array, self._free.append, row).atexit = False
-        return row, array.data
 
 
 def _writable(content: bytes | bytearray | memoryview) -> bytearray | memoryview:

@@ -12,6 +12,7 @@ from appliance.engine.nouns.moves import BlockCopy, BlockLoad, BlockSave, Rates,
 from appliance.engine.run.device import Copy
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.moves import DeviceMoves, HostMoves, staging_bytes
+from appliance.engine.run.pinned_memory import PinnedMemory
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.cache.decoder_cache import KVCache, split_sealed
 from appliance.kernels.cache.kv_cache import KVPages
@@ -40,7 +41,15 @@ def filled_cache(kv_format: KVFormat) -> KVCache:
 def moves_of(cache: KVCache, rates: Rates) -> DeviceMoves:
     closed, opened = split_sealed(cache.layers)
     open_mover = BlockMover(opened) if opened else None
-    return DeviceMoves(BlockMover(closed), HostDevice(), rates, open_mover)
+    device = HostDevice()
+    return DeviceMoves(BlockMover(closed), device, rates, pinned_for(cache, device), open_mover)
+
+
+def pinned_for(cache: KVCache, device: HostDevice) -> PinnedMemory:
+    row_bytes = cache.block_bytes + cache.open_bytes
+    memory = PinnedMemory(device, 16 * row_bytes, row_bytes)
+    memory.finish()
+    return memory
 
 
 def contents(saved: Sequence[SavedBlock]) -> list[bytes]:
@@ -125,7 +134,8 @@ def test_any_number_of_blocks_is_moved_through_two_buffers(monkeypatch: pytest.M
     cache, rates, device = filled_cache(KVFormat.INT8), Rates(), Ordered()
     monkeypatch.setattr("appliance.engine.run.moves.BUFFER_BYTES", 2 * cache.block_bytes)
     expected = [cache.read_block(block) for block in range(6)]
-    moves = DeviceMoves(BlockMover(split_sealed(cache.layers)[0]), device, rates)
+    mover = BlockMover(split_sealed(cache.layers)[0])
+    moves = DeviceMoves(mover, device, rates, pinned_for(cache, device))
     buffers = sum(len(buffer.memory) for buffer in moves.buffers)
     assert buffers == staging_bytes(cache.block_bytes) == 4 * cache.block_bytes
     saved = moves.save([BlockSave(block) for block in range(6)])
