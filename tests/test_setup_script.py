@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.runs.stub_driver import DRIVERS, GTX_1080_TI, RTX_3090, RTX_5090, StubDriver
 from support.runs.waiting import LIMIT, wait_until
 
 ROOT = Path(__file__).parent.parent
 TOOLS = (
     "bash", "sh", "sed", "sha256sum", "find", "rm", "mkdir", "touch", "grep", "awk", "cut",
-    "cat", "cp", "dirname", "sleep",
+    "cat", "cp", "dirname", "sleep", "wc", "tail",
 )  # fmt: skip
 # Replaces Python, of the system and in .venv: $PIP sets the result of an installation.
 PYTHON = """#!/bin/sh
@@ -25,6 +27,7 @@ case "$*" in
 --version) echo "Python 3.13.0" ;;
 "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; eval "${VENV:-}" ;;
 *"import torch"*) test -e .venv/torch ;;
+*Python.h*) eval "${HEADERS:-}" ;;
 "-P -") read -r line; echo "$line: ${PYTHONDONTWRITEBYTECODE:-writes bytecode}" ;;
 *"pip>="*) exit 1 ;;
 *"pip "*) echo "noise of pip: $*"; eval "${PIP:-}"; touch .venv/torch ;;
@@ -120,13 +123,95 @@ def test_the_first_start_of_a_service_finds_bytecode(checkout: Path, setup: Setu
     assert "import appliance.commands.serve: writes bytecode" in log_of(checkout)
 
 
-def test_a_gpu_takes_more(checkout: Path, setup: Setup) -> None:
-    program(checkout.parent, "nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n")
+@pytest.mark.parametrize(
+    ("driver", "is_new", "kind", "build"),
+    [
+        (DRIVERS["580"], False, "with CUDA 13", "torch===2.13.0"),
+        (StubDriver("610.43.02", 13030), True, "with CUDA 13", "torch===2.13.0"),
+        (DRIVERS["570"], False, "with CUDA 12.6, as NVIDIA's driver is before 580", "+cu126"),
+        (DRIVERS["550"], False, "with CUDA 12.6, as NVIDIA's driver is before 580", "+cu126"),
+        (DRIVERS["535"], False, "with CUDA 12.6, as NVIDIA's driver is before 580", "+cu126"),
+        (DRIVERS["470"], False, "for the CPU: NVIDIA's driver is too old for PyTorch", "+cpu"),
+        (
+            replace(DRIVERS["570"], cards=(RTX_5090,)),
+            False,
+            "for the CPU: NVIDIA's driver is too old for NVIDIA GeForce RTX 5090; update it to 580",
+            "+cpu",
+        ),
+        (replace(DRIVERS["570"], cards=(RTX_5090, RTX_3090)), False, "with CUDA 12.6", "+cu126"),
+        (replace(DRIVERS["580"], cards=(GTX_1080_TI, RTX_3090)), False, "with CUDA 13", "==="),
+        (
+            replace(DRIVERS["580"], cards=(GTX_1080_TI,)),
+            False,
+            "the kernels need compute capability 8.0, and here is NVIDIA GeForce GTX 1080 Ti (6.1)",
+            "+cpu",
+        ),
+    ],
+    ids=["580", "610", "570", "550", "535", "470", "RTX 50", "unlike", "old beside", "Pascal"],
+)
+def test_the_build_is_that_of_driver_and_cards(
+    checkout: Path, setup: Setup, driver: StubDriver, is_new: bool, kind: str, build: str
+) -> None:
+    program(checkout.parent, "nvidia-smi", driver.program(is_new=is_new))
+    program(checkout.parent, "gcc", "#!/bin/sh\n")
     code, lines = setup()
     assert code == 0
-    assert "PyTorch (with CUDA)" in lines[0]
-    assert "8000 MB" in lines[0]
-    assert "+cpu" not in log_of(checkout)
+    assert len(lines) == 3
+    assert kind in lines[0]
+    assert ("8000 MB" in lines[0]) == (build != "+cpu")
+    asked = [line for line in log_of(checkout).splitlines() if "install torch=" in line]
+    assert len(asked) == 1
+    assert build in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"),
+    [
+        ("| NVIDIA-SMI 545.46   Driver Version: 546.80   CUDA Version: ERR!  |", "CUDA 12.6"),
+        ("| NVIDIA-SMI 580.95   Driver Version: 581.57   CUDA Version: N/A   |", "CUDA 13"),
+        ("| NVIDIA-SMI 460.91   Driver Version: 460.91   CUDA Version: N/A   |", "for the CPU"),
+    ],
+)
+def test_a_driver_that_does_not_name_its_cuda_has_a_number(
+    checkout: Path, setup: Setup, table: str, kind: str
+) -> None:
+    """As in WSL and in containers without libcuda; the question for capabilities fails there."""
+    program(
+        checkout.parent,
+        "nvidia-smi",
+        f"#!/bin/sh\ncase $1 in -L) echo 'GPU 0: one';; '') echo '{table}';;"
+        """ *) echo 'Field "compute_cap" is not a valid field to query.'; exit 2;; esac\n""",
+    )
+    code, lines = setup()
+    assert code == 0
+    assert kind in lines[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Failed to initialize NVML: Driver/library version mismatch",
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure",
+        "No devices were found",
+    ],
+)
+def test_what_nvidia_smi_says_where_it_fails_is_passed_on(
+    checkout: Path, setup: Setup, words: str
+) -> None:
+    program(checkout.parent, "nvidia-smi", f'#!/bin/sh\necho "{words}"\nexit 9\n')
+    code, lines = setup()
+    assert code == 0
+    assert f"for the CPU: nvidia-smi shows no GPU, but says: {words})" in lines[0]
+
+
+def test_compiler_and_header_files_are_looked_for_before_gigabytes_are_fetched(
+    checkout: Path, setup: Setup
+) -> None:
+    program(checkout.parent, "nvidia-smi", DRIVERS["580"].program())
+    code, (_, line, *_) = setup(HEADERS="exit 1")
+    assert code == 0
+    assert "the header files of python3.12 are needed too" in line
+    assert "apt install gcc python3-dev" in line
 
 
 def test_a_shim_that_does_not_run_is_passed_over_in_silence(checkout: Path, setup: Setup) -> None:
@@ -227,16 +312,51 @@ def test_without_a_compiler_one_line_says_what_to_install_and_says_it_once(setup
     assert setup(BUILD=missing) == (0, [])
 
 
-def test_where_no_index_has_pytorch_for_the_cpu_uv_finds_it(checkout: Path, setup: Setup) -> None:
-    uv = checkout.parent / "bin" / "uv-to-be"
-    uv.write_text('#!/bin/sh\necho "uv was asked: $*"\ntouch .venv/torch\n')
-    uv.chmod(0o755)
-    code, _ = setup(
-        PIP=f'case "$*" in *+cpu*) exit 1;; *"install uv"*) cp {uv} .venv/bin/uv; exit;; esac'
-    )
+@pytest.fixture
+def uv(checkout: Path) -> Callable[[str], str]:
+    """Make pip install an uv that does what is given; return what pip does instead of a build."""
+
+    def make(does: str) -> str:
+        program(checkout.parent, "uv-to-be", f'#!/bin/sh\necho "uv was asked: $*"\n{does}\n')
+        uv = checkout.parent / "bin" / "uv-to-be"
+        return f'case "$*" in *torch*+*) exit 1;; *"install uv"*) cp {uv} .venv/bin/uv; exit;; esac'
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "build"), [("none", "cpu"), ("535", "cu126")])
+def test_where_no_index_has_the_build_uv_finds_it(
+    checkout: Path, setup: Setup, uv: Callable[[str], str], name: str, build: str
+) -> None:
+    if name in DRIVERS:
+        program(checkout.parent, "gcc", "#!/bin/sh\n")
+        program(checkout.parent, "nvidia-smi", DRIVERS[name].program())
+    code, lines = setup(PIP=uv("touch .venv/torch"))
     assert code == 0
+    assert len(lines) == 3
     assert "uv was asked: pip install" in log_of(checkout)
-    assert "--torch-backend cpu" in log_of(checkout)
+    assert f"--torch-backend {build} torch==2.13.0" in log_of(checkout)
+
+
+def test_where_nobody_has_the_build_the_ordinary_one_is_taken_and_its_size_told(
+    checkout: Path, setup: Setup, uv: Callable[[str], str]
+) -> None:
+    program(checkout.parent, "gcc", "#!/bin/sh\n")
+    program(checkout.parent, "nvidia-smi", DRIVERS["535"].program())
+    code, (_, no_cuda, no_cpu, *_) = setup(PIP=uv("echo 'error: connection refused'; exit 2"))
+    assert code == 0
+    assert "no index here has PyTorch for CUDA (cu126), so the CPU's is installed" in no_cuda
+    assert "so the ordinary build is installed: about 3000 MB to download, 8000 MB" in no_cpu
+    assert "install torch===2.13.0" in log_of(checkout)
+
+
+def test_too_small_a_disk_for_the_ordinary_build_is_told_before_it_is_fetched(
+    checkout: Path, setup: Setup, uv: Callable[[str], str]
+) -> None:
+    program(checkout.parent, "df", "#!/bin/sh\necho head\necho 'disk 9 9 3000 1% /'\n")
+    code, lines = setup(PIP=uv("exit 2"))
+    assert code == 1
+    assert "8000 MB are needed" in lines[-1]
 
 
 def test_bytecode_is_made_of_what_a_start_imports_late() -> None:

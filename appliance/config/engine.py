@@ -99,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[
         str,
         Setting(
-            "Device: auto, cpu or cuda; auto is the GPU if there is one.",
+            "Device: auto, cpu or cuda; auto is a GPU that the kernels support, if one is here.",
             Group.COMPUTE,
             choices=("auto", "cpu", "cuda"),
         ),

@@ -14,6 +14,7 @@ RUN apt-get update \\
 COPY . /source
 # On a machine without an NVIDIA GPU this index saves gigabytes:
 # docker compose build --build-arg EXTRA_INDEX=https://download.pytorch.org/whl/cpu
+# With a driver before 580 the one of CUDA 12.6 is needed, which ends in cu126 instead of cpu.
 ARG EXTRA_INDEX=
 RUN pip install --no-cache-dir ${EXTRA_INDEX:+--extra-index-url "$EXTRA_INDEX"} /source \\
     && useradd --create-home --uid 10001 appliance \\
