@@ -13,7 +13,21 @@ _TIME_TO_END = 15.0  # seconds to write KV cache after the last answer
 # Exit codes for a wrong setting, an unusable model and too little memory: a restart does not help.
 _NO_RETRY = "2 3 4"
 
-# Without MemoryDenyWriteExecute: PyTorch compiles some loops when they first run.
+# After a reboot without a desktop nobody has loaded NVIDIA's modules or made its device files, and
+# the hardened service may not. systemd reads the numbers behind DeviceAllow as it starts the unit,
+# so another unit loads the modules before. The + leaves out the hardening, the - allows that a
+# machine has no such program. As root nvidia-smi makes the files of all cards.
+_MODULES = """\
+Wants=modprobe@nvidia_uvm.service
+After=modprobe@nvidia_uvm.service
+"""
+_DEVICE_FILES = """\
+ExecStartPre=-+/usr/bin/timeout 20 /usr/bin/nvidia-smi -L
+ExecStartPre=-+/usr/bin/nvidia-modprobe -c0 -u
+"""
+
+# Without MemoryDenyWriteExecute: PyTorch compiles some loops when they first run. The m of
+# DeviceAllow lets the programs above make files; the service lacks the right to.
 _HARDENED = """\
 NoNewPrivileges=yes
 CapabilityBoundingSet=
@@ -24,10 +38,10 @@ PrivateTmp=yes
 PrivateUsers=yes
 PrivateMounts=yes
 DevicePolicy=closed
-DeviceAllow=char-nvidia rw
-DeviceAllow=char-nvidia-frontend rw
-DeviceAllow=char-nvidia-uvm rw
-DeviceAllow=char-nvidiactl rw
+DeviceAllow=char-nvidia rwm
+DeviceAllow=char-nvidia-frontend rwm
+DeviceAllow=char-nvidia-uvm rwm
+DeviceAllow=char-nvidiactl rwm
 ProtectClock=yes
 ProtectControlGroups=yes
 ProtectHostname=yes
@@ -81,15 +95,16 @@ class ServicePlan:
 
 def unit_text(plan: ServicePlan) -> str:
     start = " ".join(_quoted(word) for word in (*plan.command, "serve", *plan.arguments))
-    network = "" if plan.is_user else "Wants=network-online.target\nAfter=network-online.target\n"
+    network = "Wants=network-online.target\nAfter=network-online.target\n"
+    order = "" if plan.is_user else f"{network}{_MODULES}"
     return f"""\
 [Unit]
 Description=Language models for this home (appliance)
-{network}
+{order}
 [Service]
 Type=notify
 NotifyAccess=main
-ExecStart={start}
+{_DEVICE_FILES}ExecStart={start}
 TimeoutStartSec={START_PATIENCE:.0f}
 TimeoutStopSec={plan.drain_timeout + _TIME_TO_END:.0f}
 KillMode=mixed

@@ -60,6 +60,17 @@ def test_a_command_line_is_one_for_systemd() -> None:
     assert "TimeoutStopSec=105" in unit_text(ServicePlan(COMMAND, drain_timeout=90))
 
 
+def test_device_files_are_made_after_a_reboot() -> None:
+    """systemd.exec(5): DeviceAllow's m is for mknod, and systemd reads numbers as a unit starts."""
+    for name, plan in PLANS.items():
+        lines = unit_text(plan).splitlines()
+        made = lines.index("ExecStartPre=-+/usr/bin/nvidia-modprobe -c0 -u")
+        assert made < next(at for at, line in enumerate(lines) if line.startswith("ExecStart="))
+        assert ("After=modprobe@nvidia_uvm.service" in lines) == (name != "user")
+        assert ("DeviceAllow=char-nvidia-uvm rwm" in lines) == (name != "user")
+    assert "CapabilityBoundingSet=" in unit_text(PLANS["system"]).splitlines(), "so without mknod"
+
+
 def test_each_manager_gets_what_it_can_do() -> None:
     assert "DynamicUser=yes" in unit_text(PLANS["system"])
     assert "User=root" in unit_text(PLANS["account"])
