@@ -15,6 +15,7 @@ from appliance.kernels.adapters.variant import (
     span_of,
     splits_of,
 )
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from appliance.kernels.adapters.factors import StackedFactors
 
 AdapterWork: TypeAlias = SortedPairs | None  # None: no rows
+_launch_shrink = Launcher(shrink_kernel)
+_launch_expand = Launcher(expand_kernel)
 
 
 def plan_adapters(row_slots: Tensor, num_slots: int) -> AdapterWork:
@@ -63,38 +66,42 @@ def add_adapters(out: Tensor, x: Tensor, factors: StackedFactors, work: AdapterW
     block_m = work.tile.block_m
 
     blocks_r = rank // min(rank, MOST_RANK)
-    with torch.cuda.device(x.get_device()):
-        shrink_kernel[(num_blocks, num_parts * blocks_r, splits)](
-            shrunk,
-            x,
-            factors.shrink,
-            factors.ranks,
-            work.pairs,
-            work.experts,
-            num_tokens,
-            in_features,
-            x.stride(0),
-            factors.shrink.stride(0),
-            factors.ranks.stride(0),
-            num_parts,
-            span_of(in_features),
-            **shrink_constexprs(rank, block_m, in_features),
-            num_warps=NUM_WARPS,
+    with device_of(x):
+        _launch_shrink(
+            (num_blocks, num_parts * blocks_r, splits),
+            (
+                shrunk,
+                x,
+                factors.shrink,
+                factors.ranks,
+                work.pairs,
+                work.experts,
+                num_tokens,
+                in_features,
+                x.stride(0),
+                factors.shrink.stride(0),
+                factors.ranks.stride(0),
+                num_parts,
+                span_of(in_features),
+            ),
+            {**shrink_constexprs(rank, block_m, in_features), "num_warps": NUM_WARPS},
         )
-        expand_kernel[(num_blocks, len(factors.blocks))](
-            out,
-            shrunk,
-            factors.expand,
-            factors.scales,
-            factors.ranks,
-            factors.blocks,
-            work.pairs,
-            work.experts,
-            num_tokens,
-            out.stride(0),
-            factors.expand.stride(0),
-            factors.ranks.stride(0),
-            num_parts,
-            **expand_constexprs(rank, block_m, in_features),
-            num_warps=NUM_WARPS,
+        _launch_expand(
+            (num_blocks, len(factors.blocks)),
+            (
+                out,
+                shrunk,
+                factors.expand,
+                factors.scales,
+                factors.ranks,
+                factors.blocks,
+                work.pairs,
+                work.experts,
+                num_tokens,
+                out.stride(0),
+                factors.expand.stride(0),
+                factors.ranks.stride(0),
+                num_parts,
+            ),
+            {**expand_constexprs(rank, block_m, in_features), "num_warps": NUM_WARPS},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,9 @@ from appliance.kernels.attention.work import (
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cache.sealed_blocks import SealedBlocks
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.residency import Footprints, multiprocessors_of
-from appliance.kernels.gpu.target import target_of
+from appliance.kernels.gpu.target import Target, target_of
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -59,6 +61,11 @@ MAX_GROUP = 16
 WIDEST_FLOAT32 = 256, 128
 INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
 _FOOTPRINTS = Footprints(decode_kernel)
+_launch_decode = Launcher(decode_kernel)
+_launch_prefill = Launcher(prefill_kernel)
+_launch_fp8_prefill = Launcher(fp8_prefill_kernel)
+_launch_plan = Launcher(plan_spans_kernel)
+_launch_share = Launcher(share_spans_kernel)
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
@@ -110,23 +117,23 @@ def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> Dec
         # A window that begins inside a group may touch one more.
         max_groups=-(-most // FAN_IN) + 1,
     )
-    cut: dict[str, Any] = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, "num_warps": 1}
+    cut = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, "num_warps": 1}
     lengths = batch.query_start, batch.context_lens
     shared = None
     if most_members > 1:  # a step's number of sequences must not choose another kernel
         shared = empty(decodes)
         most_members = min(most_members, decodes)
     if shared is not None and most_members > 1:
-        share_spans_kernel[(decodes,)](
+        shared_by = (
             shared,
             *lengths,
             None if batch.sealed is None else batch.sealed.lens,
             batch.block_tables,
             batch.block_tables.stride(0),
             most_members,
-            **cut,
         )
-    plan_spans_kernel[(decodes,)](
+        _launch_share((decodes,), shared_by, cut)
+    arguments = (
         spans.table,
         spans.count,
         spans.ends,
@@ -135,10 +142,9 @@ def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> Dec
         decodes,
         tokens if window is None else window,
         most_members,
-        COLUMNS=SPAN_COLUMNS,
-        BLOCK=max(32, padded(decodes)),
-        **cut,
     )
+    block = max(32, padded(decodes))
+    _launch_plan((decodes,), arguments, {"COLUMNS": SPAN_COLUMNS, "BLOCK": block, **cut})
     return spans
 
 
@@ -213,23 +219,11 @@ def paged_attention(
         0 if window is None else window,
     )
 
-    def configure(phase: Phase) -> tuple[Variant, Tile, dict[str, object]]:
-        variant = Variant(
-            phase=phase,
-            kv_format=cache.format,
-            dtype=query.dtype,
-            group=num_heads // num_kv_heads,
-            head_dim=head_dim,
-            has_window=window is not None,
-            has_softcap=softcap is not None,
-            has_sinks=sinks is not None,
-        )
-        tile = choose_tile(variant, target.capability)
-        return variant, tile, variant.constexprs(tile, capability) | tile.options
-
-    with torch.cuda.device(query.get_device()):
+    shape = cache.format, query.dtype, num_heads // num_kv_heads, head_dim
+    has = window is not None, softcap is not None, sinks is not None
+    with device_of(query):
         if batch.num_decodes:
-            variant, tile, fixed = configure(Phase.DECODE)
+            variant, tile, fixed = _configured((Phase.DECODE, *shape, *has), target)
             tokens = tile.block_m // variant.group  # of a program's rows
             spans = decode_spans(work, window, max(1, tokens // batch.decode_rows))
             tiles = num_kv_heads * -(-batch.decode_rows // tokens)
@@ -257,19 +251,29 @@ def paged_attention(
             )
             at_once = programs_at_once(_FOOTPRINTS, query.device, arguments, fixed)
             programs = min(len(spans.table) * tiles, at_once)
-            decode_kernel[(programs,)](*arguments, **fixed)
+            _launch_decode((programs,), arguments, fixed)
         if len(work.tiles):
-            variant, tile, fixed = configure(Phase.PREFILL)
+            variant, tile, fixed = _configured((Phase.PREFILL, *shape, *has), target)
             # A tile has TILE_ROWS query rows; a program takes as many as its group leaves room for.
             parts = TILE_ROWS * variant.group_padded // tile.block_m
             grid = len(work.tiles), parts, num_kv_heads
             if variant.multiplies_codes(capability):
                 codes = pages.pages.view(torch.float8_e4m3fn)
                 read = (codes, pages.head_scales, sinks, work.tiles)
-                fp8_prefill_kernel[grid](output, query, *read, *after_query, **fixed)
+                _launch_fp8_prefill(grid, (output, query, *read, *after_query), fixed)
             else:
-                prefill_kernel[grid](output, query, *stored, work.tiles, *after_query, **fixed)
+                arguments = (output, query, *stored, work.tiles, *after_query)
+                _launch_prefill(grid, arguments, fixed)
     return output
+
+
+@cache
+def _configured(fields: tuple[Any, ...], target: Target) -> tuple[Variant, Tile, dict[str, object]]:
+    """Return a variant, from its fields, its tile, and its kernel's options."""
+    variant = Variant(*fields)
+    tile = choose_tile(variant, target.capability)
+    capability = None if target.is_interpreted else target.capability
+    return variant, tile, variant.constexprs(tile, capability) | tile.options
 
 
 def check_supported(

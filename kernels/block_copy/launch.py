@@ -8,6 +8,7 @@ import torch
 
 from appliance.kernels.block_copy.kernel import block_copy_kernel
 from appliance.kernels.block_copy.reference import block_bytes
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ BLOCK = 4096  # words that a program moves
 NUM_WARPS = 8  # four loads of 16 bytes in flight per thread
 WORD = 4  # bytes
 ALIGNMENT = 16  # bytes, of pages and of what torch allocates
+_launch_block_copy = Launcher(block_copy_kernel)
 
 
 class BlockMover:
@@ -93,7 +95,9 @@ class BlockMover:
         pairs = list(zip(sources, targets, strict=True))
         moves = torch.tensor(pairs, dtype=torch.int64).to(self._device, non_blocking=True)
         parts = -(-max(self._sizes) // BLOCK)
-        with torch.cuda.device(self._layers[0].pages.get_device()):
-            block_copy_kernel[(len(pairs), len(self._layers), parts)](
-                self._words, table, moves, BLOCK=BLOCK, num_warps=NUM_WARPS
+        with device_of(self._layers[0].pages):
+            _launch_block_copy(
+                (len(pairs), len(self._layers), parts),
+                (self._words, table, moves),
+                {"BLOCK": BLOCK, "num_warps": NUM_WARPS},
             )

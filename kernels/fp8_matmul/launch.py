@@ -13,12 +13,14 @@ from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.fp8_matmul.kernel import fp8_matmul_kernel, quantize_rows_kernel
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.residency import Footprints
 from appliance.kernels.gpu.target import target_of
 from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
     TiledLinear,
+    footprint_of,
     launch_options,
     place_of,
     workspace_of,
@@ -41,6 +43,8 @@ QUANTIZE_BLOCK = 2048
 MOST_OWN_ROWS = 64
 LIBRARY_MULTIPLE = 16  # of inputs and outputs
 _FOOTPRINTS = Footprints(fp8_matmul_kernel)
+_launch_matmul = Launcher(fp8_matmul_kernel)
+_launch_quantize = Launcher(quantize_rows_kernel)
 
 LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
 
@@ -130,11 +134,12 @@ class Fp8Linear:
             self.in_features,
         )
         options = {**fixed, **launch_options(tile)}
-        with torch.cuda.device(x.get_device()):
-            place = place_of(_FOOTPRINTS, x.device, arguments, options)
+        with device_of(x):
+            program = footprint_of(_FOOTPRINTS, x.device, arguments, options)
+            place = place_of(x.device, program)
             splits = choose_splits(tiles_n, blocks_k, BLOCK_K * TILE_N, tile, place)
             grid = (-(-num_tokens // tile.block_m), -(-self.out_features // tile.block_n), splits)
-            fp8_matmul_kernel[grid](*arguments, **options)
+            _launch_matmul(grid, arguments, options)
         return out
 
     def _suits_library(self, x: Tensor) -> bool:
@@ -234,10 +239,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if len(x):
-        with torch.cuda.device(x.get_device()):
-            quantize_rows_kernel[(x.shape[0],)](
-                codes, scales, x, x.shape[1], x.stride(0), BLOCK=QUANTIZE_BLOCK, num_warps=4
-            )
+        arguments = codes, scales, x, x.shape[1], x.stride(0)
+        with device_of(x):
+            _launch_quantize((len(x),), arguments, {"BLOCK": QUANTIZE_BLOCK, "num_warps": 4})
     return codes, scales
 
 

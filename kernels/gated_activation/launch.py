@@ -9,6 +9,7 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.gated_activation.kernel import gated_activation_kernel
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import early_options, starts_early
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ BLOCK = 1024  # columns of a program: 8 for each thread of 4 warps, one 16-byte 
 NUM_WARPS = 4
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COVERED = (Activation.SILU, Activation.GELU_TANH)
+_launch_gated = Launcher(gated_activation_kernel)
 
 
 def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Tensor:
@@ -49,19 +51,17 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
     output = gate_up.new_empty(num_tokens, intermediate)
     if num_tokens:
         early = starts_early(gate_up.device)
-        with torch.cuda.device(gate_up.get_device()):
-            gated_activation_kernel[(num_tokens, -(-intermediate // BLOCK))](
-                output,
-                gate_up,
-                intermediate,
-                gate_up.stride(0),
-                **constexprs(activation),
-                RUN=run,
-                BLOCK=BLOCK,
-                EARLY=early,
-                num_warps=NUM_WARPS,
-                **early_options(early=early),
-            )
+        options = {
+            **constexprs(activation),
+            "RUN": run,
+            "BLOCK": BLOCK,
+            "EARLY": early,
+            "num_warps": NUM_WARPS,
+            **early_options(early=early),
+        }
+        arguments = output, gate_up, intermediate, gate_up.stride(0)
+        with device_of(gate_up):
+            _launch_gated((num_tokens, -(-intermediate // BLOCK)), arguments, options)
     return output
 
 

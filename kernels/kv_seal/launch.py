@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.kv_page.layout import DIM_STEP, page_bytes, stored_dims
 from appliance.kernels.kv_seal.kernel import seal_kernel
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from appliance.kernels.cache.sealed_blocks import SealedBlocks
 
 WARP_DIMS = 64  # most of a warp, which holds 32 tokens of each in registers
+_launch_seal = Launcher(seal_kernel)
 
 
 def seal(cache: SealedBlocks, moves: Tensor) -> None:
@@ -25,16 +25,18 @@ def seal(cache: SealedBlocks, moves: Tensor) -> None:
     """
     if not len(moves):
         return
-    with torch.cuda.device(cache.closed.pages.get_device()):
-        seal_kernel[(len(moves), cache.num_kv_heads)](
-            cache.closed.pages,
-            cache.closed.halves,
-            cache.open.pages,
-            cache.open.halves,
-            moves,
-            cache.num_kv_heads,
-            **constexprs(cache.head_dim),
-            num_warps=num_warps(cache.head_dim),
+    with device_of(cache.closed.pages):
+        _launch_seal(
+            (len(moves), cache.num_kv_heads),
+            (
+                cache.closed.pages,
+                cache.closed.halves,
+                cache.open.pages,
+                cache.open.halves,
+                moves,
+                cache.num_kv_heads,
+            ),
+            {**constexprs(cache.head_dim), "num_warps": num_warps(cache.head_dim)},
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.kv_page.codes import hadamard_size
 from appliance.kernels.kv_page.layout import DIM_STEP, layout_name, page_bytes, stored_dims
 from appliance.kernels.kv_write.kernel import kv_write_kernel
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WARPS = 4
 WARP_ELEMENTS = 256  # of one tensor: 8 per thread, one 16-byte load each
+_launch_write = Launcher(kv_write_kernel)
 
 
 def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -57,7 +60,7 @@ def rotate_and_write(
         UnsupportedModelError: no kernel covers the dtype.
     """
     heads = qkv.shape[1] - 2 * cache.num_kv_heads, cache.num_kv_heads, cache.num_kv_heads
-    query, key, value = qkv.split(heads, dim=1)
+    query, key, value = qkv.split_with_sizes(heads, dim=1)
     output = _launch(query, key, value, (cos, sin), cache, slot_mapping, norms)
     assert output is not None
     return output
@@ -86,50 +89,65 @@ def _launch(
     output = None if query is None else query.new_empty(query.shape)
     if not num_tokens:
         return output
-    for rows in filter(lambda rows: rows is not None, (query, key, value)):
-        assert rows is not None
-        assert rows[0].is_contiguous(), rows.stride()
+    for rows in (query, key, value):
+        assert rows is None or _lie_side_by_side(rows), rows.stride()
     # The keys of `write_kv` have no mean any more.
     mean = None if angles is None else cache.key_mean
-    fixed = constexprs(
-        cache.format,
-        num_kv_heads,
-        head_dim,
-        half=0 if angles is None else angles[0].shape[1],
-        has_norm=norms is not None,
-        has_mean=mean is not None,
-        has_query=query is not None,
-        in_rows=cache.in_rows,
-    )
-    block = fixed["BLOCK_HEADS"]
+    cos, sin = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+    form = cache.format, num_kv_heads, head_dim
+    half = 0 if cos is None else cos.shape[1]
+    parts = norms is not None, mean is not None, query is not None, cache.in_rows
+    options = _options(form, half, parts)
+    block = options["BLOCK_HEADS"]
     num_heads = 0 if query is None else query.shape[1]
-    parts = -(-num_kv_heads // block) + -(-num_heads // block)
+    programs = -(-num_kv_heads // block) + -(-num_heads // block)
     quantized = cache.format.is_quantized
-    with torch.cuda.device(key.get_device()):
-        kv_write_kernel[(num_tokens, parts)](
-            output,
-            cache.pages if quantized else cache.elements,
-            cache.halves if quantized else None,
-            cache.head_scales,
-            query,
-            key,
-            value,
-            None if angles is None else angles[0].contiguous(),
-            None if angles is None else angles[1].contiguous(),
-            None if norms is None else norms.query,
-            None if norms is None else norms.key,
-            mean,
-            slot_mapping,
-            0 if query is None else query.stride(0),
-            key.stride(0),
-            value.stride(0),
-            num_heads,
-            num_kv_heads,
-            0.0 if norms is None else norms.eps,
-            **fixed,
-            num_warps=num_warps(fixed),
-        )
+    arguments = (
+        output,
+        cache.pages if quantized else cache.elements,
+        cache.halves if quantized else None,
+        cache.head_scales,
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        mean,
+        slot_mapping,
+        0 if query is None else query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        num_heads,
+        num_kv_heads,
+        0.0 if norms is None else norms.eps,
+    )
+    with device_of(key):
+        _launch_write((num_tokens, programs), arguments, options)
     return output
+
+
+def _lie_side_by_side(rows: Tensor) -> bool:
+    """Return True if the heads of a row do; cheaper than a view of the first row."""
+    _, num_heads, head_dim = rows.shape
+    return rows.stride(2) == 1 and (num_heads == 1 or rows.stride(1) == head_dim)
+
+
+@cache
+def _options(
+    form: tuple[KVFormat, int, int], half: int, parts: tuple[bool, bool, bool, bool]
+) -> dict[str, Any]:
+    has_norm, has_mean, has_query, in_rows = parts
+    fixed = constexprs(
+        *form,
+        half=half,
+        has_norm=has_norm,
+        has_mean=has_mean,
+        has_query=has_query,
+        in_rows=in_rows,
+    )
+    return {**fixed, "num_warps": num_warps(fixed)}
 
 
 class KVWriteConstexprs(TypedDict):

@@ -16,6 +16,7 @@ from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
 from appliance.kernels.attention.work import TILE_ROWS, AttentionWork
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.residency import Footprints
 from appliance.kernels.gpu.target import Target, target_of
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 WIDEST = 512, 64  # elements of a latent, and of a key's rotary part
 FORMATS = tuple(form for form in KVFormat if form.has_elements)
 _FOOTPRINTS = Footprints(latent_decode_kernel)
+_launch_scale_queries = Launcher(scale_queries_kernel)
+_launch_latent_decode = Launcher(latent_decode_kernel)
+_launch_latent_merge = Launcher(latent_merge_kernel)
+_launch_latent_prefill = Launcher(latent_prefill_kernel)
 
 
 def latent_attention(
@@ -82,7 +87,7 @@ def latent_attention(
     stored = (cache.pages, cache.elements) if is_codes else (cache.elements, None)
     geometry = batch.query_start, batch.context_lens
     tables = batch.block_tables, batch.block_tables.stride(0)
-    with torch.cuda.device(query.get_device()):
+    with device_of(query):
         if batch.num_decodes:
             block_m, fixed = _configured(variant, Phase.DECODE, target)
             spans = decode_spans(work, None)
@@ -108,32 +113,37 @@ def latent_attention(
                 scale * LOG2_E,
             )
             at_once = programs_at_once(_FOOTPRINTS, device, arguments, fixed)
-            latent_decode_kernel[(min(len(spans.table) * tiles, at_once),)](*arguments, **fixed)
-            latent_merge_kernel[(batch.num_decodes, -(-rows // variant.merged_rows))](
-                output,
-                partial,
-                partial_lse,
-                *geometry,
-                num_heads,
-                batch.decode_rows,
-                most,
-                batch.block_tables.shape[1] * PAGE_TOKENS,
-                **variant.merge_constexprs,
-                num_warps=MERGE_WARPS,
+            _launch_latent_decode((min(len(spans.table) * tiles, at_once),), arguments, fixed)
+            _launch_latent_merge(
+                (batch.num_decodes, -(-rows // variant.merged_rows)),
+                (
+                    output,
+                    partial,
+                    partial_lse,
+                    *geometry,
+                    num_heads,
+                    batch.decode_rows,
+                    most,
+                    batch.block_tables.shape[1] * PAGE_TOKENS,
+                ),
+                {**variant.merge_constexprs, "num_warps": MERGE_WARPS},
             )
         if len(work.tiles):
             block_m, fixed = _configured(variant, Phase.PREFILL, target)
-            latent_prefill_kernel[(len(work.tiles), TILE_ROWS * num_heads // block_m)](
-                output,
-                query,
-                undo,
-                *stored,
-                work.tiles,
-                *geometry,
-                *tables,
-                num_heads,
-                scale * LOG2_E,
-                **fixed,
+            _launch_latent_prefill(
+                (len(work.tiles), TILE_ROWS * num_heads // block_m),
+                (
+                    output,
+                    query,
+                    undo,
+                    *stored,
+                    work.tiles,
+                    *geometry,
+                    *tables,
+                    num_heads,
+                    scale * LOG2_E,
+                ),
+                fixed,
             )
     return output
 
@@ -146,9 +156,11 @@ def _scaled(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, width = query.flatten(0, 1), query.shape[-1]
     scaled = torch.empty_like(query, dtype=dtype)
     undo = query.new_empty(len(rows), dtype=torch.float32)
-    with torch.cuda.device(query.get_device()):
-        scale_queries_kernel[(len(rows),)](
-            scaled, undo, rows, WIDTH=width, WIDTH_PADDED=padded(width), num_warps=SCALE_WARPS
+    with device_of(query):
+        _launch_scale_queries(
+            (len(rows),),
+            (scaled, undo, rows),
+            {"WIDTH": width, "WIDTH_PADDED": padded(width), "num_warps": SCALE_WARPS},
         )
     return scaled, undo
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.library_tiles.kernel import widen_kernel
 from appliance.kernels.library_tiles.reference import VALUES_OF
 from appliance.kernels.library_tiles.reference import widen as widen_elements
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 WARPS = 4
 _BLOCK_K = 128
+_launch_widen = Launcher(widen_kernel)
 
 
 def widen_constexprs(bits: int, group: int) -> dict[str, int]:
@@ -36,19 +38,20 @@ def widen(tiles: LinearTiles, dtype: torch.dtype) -> Tensor:
     table = _table(tiles.format, device)
     fixed = widen_constexprs(tiles.bits, tiles.group)
     scale, offset = tiles.factors()
-    with torch.cuda.device(tiles.codes.get_device()):
-        widen_kernel[tiles.num_tiles, -(-tiles.in_features // fixed["BLOCK_K"])](
-            out,
-            tiles.codes.view(torch.int32),
-            scale,
-            offset,
-            table,
-            tiles.order,
-            tiles.out_features,
-            tiles.in_features,
-            **fixed,
-            num_warps=WARPS,
-            num_stages=1,
+    with device_of(tiles.codes):
+        _launch_widen(
+            (tiles.num_tiles, -(-tiles.in_features // fixed["BLOCK_K"])),
+            (
+                out,
+                tiles.codes.view(torch.int32),
+                scale,
+                offset,
+                table,
+                tiles.order,
+                tiles.out_features,
+                tiles.in_features,
+            ),
+            {**fixed, "num_warps": WARPS, "num_stages": 1},
         )
     return out
 

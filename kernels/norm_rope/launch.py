@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import early_options, starts_early
 from appliance.kernels.norm_rope.kernel import rms_norm_kernel
 
@@ -18,6 +20,7 @@ MAX_DIM = 16384
 MAX_WARPS = 16
 WARP_ELEMENTS = 512  # of one row: 16 per thread, two 16-byte loads of BF16
 PROGRAM_ELEMENTS = 1024  # rows shorter than this share a program
+_launch_norm = Launcher(rms_norm_kernel)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     dim = x.shape[-1]
     check_supported(dim, x.dtype)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = x.new_empty(x.shape)
     _launch(normed, None, _rows(x), None, weight, eps)
     return normed
 
@@ -57,8 +60,8 @@ def add_rms_norm(
     assert residual.dtype == x.dtype, (residual.dtype, x.dtype)
     assert residual.is_contiguous() or not in_place
     check_supported(x.shape[-1], x.dtype)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = residual if in_place else torch.empty_like(normed)
+    normed = x.new_empty(x.shape)
+    total = residual if in_place else x.new_empty(x.shape)
     _launch(normed, total, _rows(x), _rows(residual), weight, eps)
     return normed, total
 
@@ -95,23 +98,26 @@ def _launch(
     assert weight.dtype is torch.float32, weight.dtype
     if not num_rows:
         return
-    early = starts_early(x.device)
-    fixed = constexprs(dim, has_residual=residual is not None, early=early)
-    with torch.cuda.device(x.get_device()):
-        rms_norm_kernel[(-(-num_rows // fixed["BLOCK_ROWS"]),)](
-            normed,
-            total,
-            x,
-            residual,
-            weight,
-            num_rows,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            eps,
-            **fixed,
-            num_warps=num_warps(fixed),
-            **early_options(early=early),
-        )
+    arguments = (
+        normed,
+        total,
+        x,
+        residual,
+        weight,
+        num_rows,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+    )
+    options = _options(dim, has_residual=residual is not None, early=starts_early(x.device))
+    with device_of(x):
+        _launch_norm((-(-num_rows // options["BLOCK_ROWS"]),), arguments, options)
+
+
+@cache
+def _options(dim: int, *, has_residual: bool, early: bool) -> dict[str, Any]:
+    fixed = constexprs(dim, has_residual=has_residual, early=early)
+    return {**fixed, "num_warps": num_warps(fixed), **early_options(early=early)}
 
 
 class RMSNormConstexprs(TypedDict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation.launch import gated_activation
-from appliance.kernels.gpu.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
-from appliance.kernels.gpu.target import early_options, starts_early, target_of
+from appliance.kernels.gpu.direct_launch import Launcher, Specialization, device_of, stream_of
+from appliance.kernels.gpu.residency import MOST_PROGRAMS, Footprint, Footprints, multiprocessors_of
+from appliance.kernels.gpu.target import Target, early_options, starts_early, target_of
 from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.kernel import (
     dequantize_kernel,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.operations import Linear
+    from appliance.kernels.packed_matmul.tiled import Codes
     from appliance.kernels.weights.weight import Weight
 
     Tileable = PackedWeight | Fp4Weight | GgmlWeight
@@ -76,6 +78,9 @@ GROUP_MULTIPLE = 32
 WIDTH_MULTIPLE = 32  # aligns every row of x to 16 bytes
 DTYPES = (torch.bfloat16, torch.float16)
 _FOOTPRINTS = Footprints(packed_matmul_kernel)
+_launch_matmul = Launcher(packed_matmul_kernel)
+_launch_dequantize = Launcher(dequantize_kernel)
+_launch_rows = Launcher(rows_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,31 @@ class Workspace:
     arrived: Tensor  # (MAX_COUNTERS,) int32, zero between launches
 
 
+@dataclass(slots=True)
+class MatmulPlan:
+    """All about the launches of a linear that does not change within one entry of the tiles' table.
+
+    Attributes:
+        tile: of a program.
+        target: that it is for.
+        specialization: of the kernel; a linear's arguments are always of the same kinds.
+        options: its compile-time arguments and compiler options.
+        has_sums: a kernel before the product sums x over groups.
+        blocks_n: programs along the output features.
+        blocks_k: blocks of inputs.
+        splits: programs that share an output tile's inputs; None until the kernel is compiled.
+    """
+
+    tile: MatmulTile
+    target: Target
+    specialization: Specialization
+    options: dict[str, Any]
+    has_sums: bool
+    blocks_n: int
+    blocks_k: int
+    splits: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TiledLinear:
     """x @ weight.T + bias with a tiled weight, and optionally silu(gate) * up of the result."""
@@ -123,6 +153,13 @@ class TiledLinear:
     weight: TiledWeight
     bias: Tensor | None  # (padded out_features,) float32
     gated: bool
+    # By a tile's rows and x's dtype; and heights of dense slices by steps of rows and capability.
+    plans: dict[tuple[int, torch.dtype], MatmulPlan] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    slices: dict[tuple[int, int], tuple[int, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def in_features(self) -> int:
@@ -165,18 +202,24 @@ class TiledLinear:
         assert x.dtype in DTYPES, x.dtype
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        capability = target_of(x.device).capability
-        if len(x) > WIDENED_ROWS:
-            card = multiprocessors_of(x.device, capability)
-            heights = choose_slices(self.form, -(-len(x) // ROW_STEP), capability, card)
+        weight, num_tokens = self.weight, x.shape[0]
+        target = target_of(x.device)
+        if num_tokens > WIDENED_ROWS:
+            key = -(-num_tokens // ROW_STEP), target.capability
+            heights = self.slices.get(key)
+            if heights is None:
+                card = multiprocessors_of(x.device, target.capability)
+                heights = self.slices[key] = choose_slices(self.form, *key, card)
             if heights:
                 return _multiply_dense(self, x, heights)
-        codes = self.weight.kind, self.weight.group_size
-        tile = choose_tile(len(x), capability, product_group(*codes), may_fold=may_fold(*codes))
-        out = x.new_empty(x.shape[0], self.out_features)
-        if len(x):
-            with torch.cuda.device(x.get_device()):
-                _multiply(self, x, out, tile)
+        tile = _tile_for(num_tokens, target.capability, weight.kind, weight.group_size)
+        out = x.new_empty(num_tokens, self.out_features)
+        if num_tokens:
+            plan = self.plans.get((tile.max_rows, x.dtype))
+            if plan is None or plan.tile is not tile or plan.target is not target:
+                plan = self.plans[tile.max_rows, x.dtype] = _plan(self, tile, target)
+            with device_of(x):
+                _multiply(self, x, out, plan)
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -269,16 +312,33 @@ def _order_of(weight: Tileable) -> Tensor | None:
     return None if isinstance(weight, Fp4Weight) else weight.input_order
 
 
-def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> None:
-    weight, num_tokens = linear.weight, x.shape[0]
-    blocks_m = -(-num_tokens // tile.block_m)
-    blocks_n = -(-weight.out_features // tile.block_n)
-    blocks_k = _blocks_k(weight)
-    asm, early = not target_of(x.device).is_interpreted, starts_early(x.device)
+@lru_cache(maxsize=1 << 14)
+def _tile_for(rows: int, capability: int, kind: Codes, group_size: int) -> MatmulTile:
+    group = product_group(kind, group_size)
+    return choose_tile(rows, capability, group, may_fold=may_fold(kind, group_size))
+
+
+def _plan(linear: TiledLinear, tile: MatmulTile, target: Target) -> MatmulPlan:
+    weight, early = linear.weight, starts_early(linear.weight.codes.device)
+    asm = not target.is_interpreted
     fixed = matmul_constexprs(weight, tile, gated=linear.gated, early=early, asm=asm)
-    sums = None
-    if not fixed["FOLDED"] and takes_sums(weight.params_kind, tile.max_rows):
-        sums = group_sums(weight, x, blocks_m * tile.block_m)
+    options = {**fixed, **launch_options(tile), **early_options(early=early)}
+    return MatmulPlan(
+        tile,
+        target,
+        _launch_matmul.specialized(options),
+        options,
+        has_sums=not fixed["FOLDED"] and takes_sums(weight.params_kind, tile.max_rows),
+        blocks_n=-(-weight.out_features // tile.block_n),
+        blocks_k=_blocks_k(weight),
+    )
+
+
+def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, plan: MatmulPlan) -> None:
+    weight, num_tokens = linear.weight, x.shape[0]
+    block_m = plan.tile.block_m
+    blocks_m = -(-num_tokens // block_m)
+    sums = group_sums(weight, x, blocks_m * block_m) if plan.has_sums else None
     workspace = workspace_of(x.device)
     arguments = (
         out,
@@ -295,17 +355,27 @@ def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> 
         weight.in_features,
         x.stride(0),
         0 if sums is None else sums.shape[1],
-        blocks_k,
+        plan.blocks_k,
     )
-    options = {**fixed, **launch_options(tile), **early_options(early=early)}
+    splits = plan.splits or _split(weight, plan, x.device, arguments)
+    plan.specialization.launch((blocks_m, plan.blocks_n, splits), arguments)
+
+
+def _split(
+    weight: TiledWeight, plan: MatmulPlan, device: torch.device, arguments: tuple[Any, ...]
+) -> int:
+    """Choose the splits, and keep them in the plan once it is known how many programs run."""
+    program = footprint_of(_FOOTPRINTS, device, arguments, plan.options)
     splits = choose_splits(
         -(-weight.out_features // TILE_N),
-        blocks_k,
+        plan.blocks_k,
         weight.block_k * TILE_N * weight.kind.bits // 8,
-        tile,
-        place_of(_FOOTPRINTS, x.device, arguments, options),
+        plan.tile,
+        place_of(device, program),
     )
-    packed_matmul_kernel[(blocks_m, blocks_n, splits)](*arguments, **options)
+    if program is not None or plan.target.is_interpreted:
+        plan.splits = splits
+    return splits
 
 
 def launch_options(tile: MatmulTile) -> dict[str, int | None]:
@@ -317,17 +387,22 @@ def launch_options(tile: MatmulTile) -> dict[str, int | None]:
     }
 
 
-def place_of(
+def footprint_of(
     footprints: Footprints,
     device: torch.device,
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
-) -> TileDevice:
-    """Return the device of a launch and the number of programs that it runs at a time."""
-    target = target_of(device)
-    card = multiprocessors_of(device, target.capability)
-    program = None if target.is_interpreted else footprints.of(device, arguments, options)
-    return TileDevice(target.capability, card, card.resident(program) if program else MOST_PROGRAMS)
+) -> Footprint | None:
+    """Return the footprint of a launch; None where it is interpreted, or is only recorded."""
+    is_interpreted = target_of(device).is_interpreted
+    return None if is_interpreted else footprints.of(device, arguments, options)
+
+
+def place_of(device: torch.device, program: Footprint | None) -> TileDevice:
+    """Return a device and the number of programs that it runs at a time."""
+    capability = target_of(device).capability
+    card = multiprocessors_of(device, capability)
+    return TileDevice(capability, card, card.resident(program) if program else MOST_PROGRAMS)
 
 
 def _multiply_dense(linear: TiledLinear, x: Tensor, heights: tuple[int, ...]) -> Tensor:
@@ -355,25 +430,21 @@ def dequantize_rows(weight: TiledWeight, start: int, out: Tensor) -> None:
         _write_rows(weight, out, None, start, DENSE_BLOCK_M)
         return
     blocks_k = _blocks_k(weight)
-    with torch.cuda.device(out.get_device()):
-        dequantize_kernel[(-(-len(out) // TILE_N), blocks_k)](
-            out,
-            weight.codes,
-            weight.params,
-            weight.channel_scale,
-            start // TILE_N,
-            len(out),
-            weight.in_features,
-            blocks_k,
-            **dequantize_constexprs(
-                weight.kind,
-                weight.params_kind,
-                weight.group_size,
-                weight.block_k,
-                asm=not target_of(out.device).is_interpreted,
-            ),
-            num_warps=4,
-        )
+    arguments = (
+        out,
+        weight.codes,
+        weight.params,
+        weight.channel_scale,
+        start // TILE_N,
+        len(out),
+        weight.in_features,
+        blocks_k,
+    )
+    asm = not target_of(out.device).is_interpreted
+    form = weight.kind, weight.params_kind, weight.group_size, weight.block_k
+    options = {**dequantize_constexprs(*form, asm=asm), "num_warps": 4}
+    with device_of(out):
+        _launch_dequantize((-(-len(out) // TILE_N), blocks_k), arguments, options)
 
 
 def _blocks_k(weight: TiledWeight) -> int:
@@ -385,21 +456,20 @@ def _write_rows(
 ) -> None:
     """Write the rows of `ids`, or those from `start` on, in the dtype of `out`."""
     blocks_k = _blocks_k(weight)
-    with torch.cuda.device(out.get_device()):
-        rows_kernel[(-(-len(out) // block_m), blocks_k)](
-            out,
-            ids,
-            weight.codes,
-            weight.params,
-            start,
-            len(out),
-            weight.in_features,
-            blocks_k,
-            **rows_constexprs(
-                weight.kind, weight.params_kind, weight.group_size, weight.block_k, block_m
-            ),
-            num_warps=ROWS_WARPS,
-        )
+    arguments = (
+        out,
+        ids,
+        weight.codes,
+        weight.params,
+        start,
+        len(out),
+        weight.in_features,
+        blocks_k,
+    )
+    form = weight.kind, weight.params_kind, weight.group_size, weight.block_k
+    options = {**rows_constexprs(*form, block_m), "num_warps": ROWS_WARPS}
+    with device_of(out):
+        _launch_rows((-(-len(out) // block_m), blocks_k), arguments, options)
 
 
 def _check_supported(weight: Tileable, dtype: torch.dtype) -> None:
@@ -426,8 +496,7 @@ def _check_supported(weight: Tileable, dtype: torch.dtype) -> None:
 
 def workspace_of(device: torch.device) -> Workspace:
     """Return the workspace of a device's current stream, kept until the process ends."""
-    is_cuda = device.type == "cuda"
-    return _workspace(device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0)
+    return _workspace(device, stream_of(device))
 
 
 @lru_cache

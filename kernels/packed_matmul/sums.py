@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher
 from appliance.kernels.gpu.target import early_options, starts_early
 from appliance.kernels.packed_matmul.kernel import group_sums_kernel
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SUMS_BLOCK_M = 16
 SUMS_BLOCK_K = 128
+_launch_sums = Launcher(group_sums_kernel)
 
 
 def group_sums(weight: TiledWeight, x: Tensor, least_rows: int) -> Tensor:
@@ -37,19 +39,15 @@ def group_sums(weight: TiledWeight, x: Tensor, least_rows: int) -> Tensor:
     columns = -(-least_rows // SUMS_BLOCK_M) * SUMS_BLOCK_M
     width = weight.codes.shape[1] * weight.order.tile_k
     sums = torch.empty(width // weight.group_size, columns, dtype=torch.float32, device=x.device)
-    group_sums_kernel[columns // SUMS_BLOCK_M, -(-width // SUMS_BLOCK_K)](
-        sums,
-        x,
-        x.shape[0],
-        weight.in_features,
-        x.stride(0),
-        columns,
-        sums.shape[0],
-        GROUP=weight.group_size,
-        BLOCK_M=SUMS_BLOCK_M,
-        BLOCK_K=SUMS_BLOCK_K,
-        EARLY=early,
-        num_warps=4,
+    grid = columns // SUMS_BLOCK_M, -(-width // SUMS_BLOCK_K)
+    arguments = sums, x, x.shape[0], weight.in_features, x.stride(0), columns, sums.shape[0]
+    options = {
+        "GROUP": weight.group_size,
+        "BLOCK_M": SUMS_BLOCK_M,
+        "BLOCK_K": SUMS_BLOCK_K,
+        "EARLY": early,
+        "num_warps": 4,
         **early_options(early=early),
-    )
+    }
+    _launch_sums(grid, arguments, options)
     return sums

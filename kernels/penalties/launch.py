@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.penalties.kernel import penalize_kernel
 from appliance.kernels.sampling.launch import CHUNK
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from appliance.kernels.penalties.rows import PenaltyRows
 
 NUM_WARPS = 8
+_launch_penalize = Launcher(penalize_kernel)
 
 
 def penalize(
@@ -45,21 +47,26 @@ def penalize(
         assert values.dtype is dtype, values.dtype
     if not num_rows:
         return
-    with torch.cuda.device(logits.get_device()):
-        penalize_kernel[(num_rows, -(-vocab_size // CHUNK))](
-            logits,
-            seen,
-            rows.places,
-            rows.counted,
-            token_ids,
-            rows.repetition,
-            rows.presence,
-            rows.frequency,
-            logits.stride(0),
-            num_rows,
-            VOCAB=vocab_size,
-            CHUNK=CHUNK,
-            COUNTS=not is_counted,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,  # to round as the reference does
+    with device_of(logits):
+        _launch_penalize(
+            (num_rows, -(-vocab_size // CHUNK)),
+            (
+                logits,
+                seen,
+                rows.places,
+                rows.counted,
+                token_ids,
+                rows.repetition,
+                rows.presence,
+                rows.frequency,
+                logits.stride(0),
+                num_rows,
+            ),
+            {
+                "VOCAB": vocab_size,
+                "CHUNK": CHUNK,
+                "COUNTS": not is_counted,
+                "num_warps": NUM_WARPS,
+                "enable_fp_fusion": False,  # to round as the reference does
+            },
         )

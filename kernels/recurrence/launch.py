@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import target_of
 from appliance.kernels.recurrence.kernel import pass_kernel, relate_kernel, row_kernel
 from appliance.kernels.recurrence.variant import (
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.rows.state_spans import StateSpans
+
+_launch_relate = Launcher(relate_kernel)
+_launch_pass = Launcher(pass_kernel)
+_launch_row = Launcher(row_kernel)
 
 
 def run_rows(
@@ -91,44 +96,49 @@ def run_rows(
     )
     shape = corrects, num_heads // key.shape[1], key.shape[2]
     chunks, num_spans = spans.chunks, len(spans.slots)
-    with torch.cuda.device(value.get_device()):
+    with device_of(value):
         if chunks is None or not chunks.are_all:
-            row_kernel[num_spans, num_heads, -(-value_dim // ROW_BLOCK_V)](
-                *arguments,
-                **row_constexprs(*shape, value_dim),
-                num_warps=ROW_WARPS,
-                maxnreg=None if corrects else MOST_REGISTERS,
+            _launch_row(
+                (num_spans, num_heads, -(-value_dim // ROW_BLOCK_V)),
+                arguments,
+                {
+                    **row_constexprs(*shape, value_dim),
+                    "num_warps": ROW_WARPS,
+                    "maxnreg": None if corrects else MOST_REGISTERS,
+                },
             )
         if chunks is None:
             return out
         pairs = (len(chunks.spans), num_heads, CHUNK, CHUNK)
         reads = value.new_empty(pairs)
         solves = value.new_empty(pairs) if corrects else None
-        relate_kernel[len(chunks.spans), num_heads](
-            reads,
-            solves,
-            query,
-            key,
-            decay,
-            share,
-            spans.firsts,
-            spans.lens,
-            chunks.spans,
-            chunks.starts,
-            spans.firsts.stride(0),
-            *keys,
-            num_heads,
-            scale,
-            **relate_constexprs(*shape),
-            num_warps=RELATE_WARPS,
+        _launch_relate(
+            (len(chunks.spans), num_heads),
+            (
+                reads,
+                solves,
+                query,
+                key,
+                decay,
+                share,
+                spans.firsts,
+                spans.lens,
+                chunks.spans,
+                chunks.starts,
+                spans.firsts.stride(0),
+                *keys,
+                num_heads,
+                scale,
+            ),
+            {**relate_constexprs(*shape), "num_warps": RELATE_WARPS},
         )
-        pass_kernel[num_spans, num_heads, -(-value_dim // PASS_BLOCK_V)](
-            *arguments,
-            reads,
-            solves,
-            chunks.starts,
-            **pass_constexprs(*shape, value_dim),
-            num_warps=pass_warps(target_of(value.device).capability),
+        _launch_pass(
+            (num_spans, num_heads, -(-value_dim // PASS_BLOCK_V)),
+            (*arguments, reads, solves, chunks.starts),
+            {
+                **pass_constexprs(*shape, value_dim),
+                "num_warps": pass_warps(target_of(value.device).capability),
+            },
         )
     return out
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.sampling import kernel as kernels
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from appliance.kernels.sampling.rows import SamplingRows
@@ -22,6 +25,15 @@ BLOCK = 2048  # candidates at a time
 BINS = 256  # as in the kernel
 CHUNK_PER_WARP = 512
 ROW_WARPS = 8
+_KERNELS = {
+    "scan": kernels.scan_kernel,
+    "weigh": kernels.weigh_kernel,
+    "cut": kernels.cut_kernel,
+    "gather": kernels.gather_kernel,
+    "choose": kernels.choose_kernel,
+}
+_LAUNCHERS = {name: Launcher(kernel) for name, kernel in _KERNELS.items()}
+BY_ROW = ("cut", "choose")  # one program for a row; of the others one for a chunk of it
 
 
 class DeviceSampling:
@@ -43,6 +55,9 @@ class DeviceSampling:
         self._max_rows, self._vocab_size = max_rows, vocab_size
         self._constexprs = constexprs(vocab_size)
         num_chunks = self._constexprs["CHUNKS"]
+        self._options = {
+            name: self._options_of(name, kernel.arg_names) for name, kernel in _KERNELS.items()
+        }
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty((max_rows, *shape), dtype=dtype, device=device)
@@ -83,26 +98,26 @@ class DeviceSampling:
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if not num_rows:
             return tokens
-        arguments = {
+        values = {
             **self._workspace,
             **_settings(rows, num_rows),
             "logits_ptr": logits,
             "tokens_ptr": tokens,
             "stride": logits.stride(0),
-            **self._constexprs,
         }
         by_chunk, by_row = (num_rows, self._constexprs["NUM_CHUNKS"]), (num_rows,)
-        with torch.cuda.device(logits.get_device()):
-            for name, function, grid in (
-                ("scan", kernels.scan_kernel, by_chunk),
-                ("weigh", kernels.weigh_kernel, by_chunk),
-                ("cut", kernels.cut_kernel, by_row),
-                ("gather", kernels.gather_kernel, by_chunk),
-                ("choose", kernels.choose_kernel, by_row),
-            ):
-                own = {key: arguments[key] for key in function.arg_names}
-                function[grid](**own, num_warps=num_warps(name, vocab_size))
+        with device_of(logits):
+            for name, launch in _LAUNCHERS.items():
+                own, options = self._options[name]
+                arguments = tuple(values[key] for key in own)
+                launch(by_row if name in BY_ROW else by_chunk, arguments, options)
         return tokens
+
+    def _options_of(self, name: str, parameters: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+        """Return the names of a kernel's tensors and numbers, and its options."""
+        fixed = {key: self._constexprs[key] for key in parameters if key in self._constexprs}
+        own = [key for key in parameters if key not in fixed]
+        return own, {**fixed, "num_warps": num_warps(name, self._vocab_size)}
 
 
 def check_vocabulary(vocab_size: int) -> None:

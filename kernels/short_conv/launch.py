@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.short_conv.kernel import short_conv_kernel
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ WARPS = 4
 # the state, so it has at least as many rows as the state where there is a second one.
 _DECODE = (1, 1024)
 _PROMPT = (16, 128)
+_launch_short_conv = Launcher(short_conv_kernel)
 
 
 def conv_constexprs(taps: int, longest: int) -> dict[str, int]:
@@ -42,23 +44,24 @@ def short_conv(
     fixed = conv_constexprs(filters.shape[1], spans.longest)
     blocks = -(-spans.longest // fixed["BLOCK_T"])
     grid = (len(spans.slots), blocks, -(-width // fixed["BLOCK_W"]))
-    with torch.cuda.device(x.get_device()):
-        short_conv_kernel[grid](
-            out,
-            x,
-            filters.contiguous(),
-            bias,
-            state,
-            spans.firsts,
-            spans.lens,
-            spans.slots,
-            spans.goes_on,
-            spans.firsts.stride(0),
-            x.stride(0),
-            state.stride(0),
-            width,
-            **fixed,
-            num_warps=WARPS,
-            num_stages=1,
+    with device_of(x):
+        _launch_short_conv(
+            grid,
+            (
+                out,
+                x,
+                filters.contiguous(),
+                bias,
+                state,
+                spans.firsts,
+                spans.lens,
+                spans.slots,
+                spans.goes_on,
+                spans.firsts.stride(0),
+                x.stride(0),
+                state.stride(0),
+                width,
+            ),
+            {**fixed, "num_warps": WARPS, "num_stages": 1},
         )
     return out

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.soft_cap.kernel import soft_cap_kernel
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4096  # 32 for each thread of 4 warps: several 16-byte loads in flight
 NUM_WARPS = 4
+_launch_soft_cap = Launcher(soft_cap_kernel)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -21,8 +23,15 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     logits = logits.contiguous()
     output = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if logits.numel():
-        with torch.cuda.device(logits.get_device()):
-            soft_cap_kernel[(-(-logits.numel() // BLOCK),)](
-                output, logits, logits.numel(), cap, BLOCK=BLOCK, num_warps=NUM_WARPS
+        with device_of(logits):
+            _launch_soft_cap(
+                (-(-logits.numel() // BLOCK),),
+                (
+                    output,
+                    logits,
+                    logits.numel(),
+                    cap,
+                ),
+                {"BLOCK": BLOCK, "num_warps": NUM_WARPS},
             )
     return output

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.sampling.launch import CHUNK
 from appliance.kernels.token_mask.kernel import mask_tokens_kernel
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_WARPS = 8
+_launch_mask_tokens = Launcher(mask_tokens_kernel)
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
@@ -27,14 +29,15 @@ def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     assert rows.is_contiguous()
     if not num_masks:
         return
-    with torch.cuda.device(logits.get_device()):
-        mask_tokens_kernel[(num_masks, -(-vocab_size // CHUNK))](
-            logits,
-            rows,
-            words,
-            logits.stride(0),
-            words.stride(0),
-            VOCAB=vocab_size,
-            CHUNK=CHUNK,
-            num_warps=NUM_WARPS,
+    with device_of(logits):
+        _launch_mask_tokens(
+            (num_masks, -(-vocab_size // CHUNK)),
+            (
+                logits,
+                rows,
+                words,
+                logits.stride(0),
+                words.stride(0),
+            ),
+            {"VOCAB": vocab_size, "CHUNK": CHUNK, "num_warps": NUM_WARPS},
         )

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "cpu_quality": "cpu.quality",
     "adapters": "engine.adapters",
     "decode": "engine.decode",
+    "eager_step": "engine.eager_step",
     "host_step": "engine.host_step",
     "published_schemas": "engine.published_schemas",
     "ranks": "engine.ranks",

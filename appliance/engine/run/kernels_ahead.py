@@ -93,7 +93,8 @@ def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     if is_dataclass(value):
-        return type(value), *(_kind(getattr(value, field.name)) for field in fields(value))
+        compared = (field.name for field in fields(value) if field.compare)
+        return type(value), *(_kind(getattr(value, name)) for name in compared)
     if isinstance(value, list | tuple):
         return tuple(map(_kind, value))
     kind: Hashable = value
