@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,8 @@ class GpuFacts:
 
     @property
     def has_card(self) -> bool:
-        return bool(self.on_pci or self.cards)
+        """True if a card is seen, or its driver is installed whole and does not work."""
+        return bool(self.on_pci or self.cards) or "mismatch" in self.problem.lower()
 
 
 @lru_cache
@@ -145,11 +145,6 @@ def with_kernels(cards: Sequence[NvidiaCard], built: tuple[int, int]) -> list[Nv
 
 def cuda_of_torch() -> tuple[int, int] | None:
     """Return the CUDA version of the installed torch without importing it; None for CPUs."""
-    try:
-        if version("torch").endswith("+cpu"):
-            return None
-    except PackageNotFoundError:
-        return None
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

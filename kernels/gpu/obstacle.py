@@ -11,7 +11,6 @@ import sys
 import warnings
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 
 from appliance.kernels.gpu.cards import (
@@ -248,6 +247,8 @@ def _reinstall(facts: GpuFacts, cuda: tuple[int, int]) -> str:
     build = _NEW_CUDA if cuda >= _NEW_CUDA else _OLD_BUILD
     if facts.in_container:
         return f"build the image with torch for CUDA {_shown(build)}: EXTRA_INDEX in the Dockerfile"
+    from importlib.metadata import version  # slow to import, and seldom needed
+
     return (
         f"run: uv pip install --python {_in_shell(Path(sys.executable))} --reinstall-package torch"
         f" --torch-backend cu{build[0]}{build[1]} torch=={version('torch').partition('+')[0]}"
