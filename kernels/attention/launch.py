@@ -230,8 +230,10 @@ def paged_attention(
             if tiles not in spans.arrived:
                 counters = (batch.num_decodes, 1 + spans.max_groups, tiles)
                 spans.arrived[tiles] = torch.zeros(counters, dtype=torch.int32, device=query.device)
-            # Partial results of rows that are split; other rows are written at once.
-            rows = len(spans.table) * num_heads * batch.decode_rows
+            # Partial results of rows that are split; other rows are written at once. Where drafts
+            # are verified, few of the sequences have as many rows as they may.
+            num_rows = min(batch.num_decodes * batch.decode_rows, num_tokens)
+            rows = len(spans.table) // batch.num_decodes * num_heads * num_rows
             partial = query.new_empty((rows, head_dim), dtype=torch.float32)
             partial_lse = query.new_empty(rows, dtype=torch.float32)
             arguments = (
@@ -245,7 +247,7 @@ def paged_attention(
                 spans.count,
                 spans.ends,
                 batch.decode_rows,
-                batch.num_decodes * batch.decode_rows,
+                num_rows,
                 spans.max_groups,
                 *after_query,
             )

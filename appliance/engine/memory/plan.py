@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.memory.experts.split import NONE_ON_HOST, settle, with_on_host
 from appliance.engine.nouns.limits import LOGIT_ROWS
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.model.spec import ExpertsSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.wording import as_size
 
 if TYPE_CHECKING:
@@ -250,7 +250,8 @@ def workspace_bytes(request: MemoryRequest) -> int:
     The estimate sums the widest layer's activations for every row (residual, normed, q/k/v,
     attention output, gate and up, their product), hidden states for the head, twice if prompts are
     read, and float32 logits: with the three copies of sampling, twice because steps of different
-    sizes fragment the allocator, or with the four copies of scoring a chunk of a prompt.
+    sizes fragment the allocator, or with the four copies of scoring a chunk of a prompt. On a GPU
+    attention of rows that decode has partial results.
     """
     if request.workspace_bytes is not None:
         return request.workspace_bytes + request.open_bytes
@@ -267,7 +268,27 @@ def workspace_bytes(request: MemoryRequest) -> int:
     logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
     if spec.own_cache is not None:
         beside += spec.own_cache.most_taken(request.max_model_len or spec.context_length)
+    elif request.host_budget_bytes is not None:
+        beside += _partial_bytes(request)
     return rows * (widest * request.activation_bytes + hidden) + logits + beside
+
+
+def _partial_bytes(request: MemoryRequest) -> int:
+    """Return the bytes of one layer's partial results of decode, for as many whole contexts.
+
+    Sequences may share blocks, so the cache sets no lower limit: each has its own results of them.
+    """
+    from appliance.kernels.attention.work import most_spans  # loads NumPy
+
+    context = request.max_model_len or request.spec.context_length
+    floats = 0
+    for layer in request.spec.layers:
+        match layer.mixer:
+            case AttentionSpec(num_heads=heads, head_dim=width, window=window):
+                floats = max(floats, most_spans(context, 1, window) * heads * (width + 1))
+            case LatentAttentionSpec(num_heads=heads, latent=width):
+                floats = max(floats, most_spans(context) * heads * (width + 1))
+    return 4 * floats * request.max_num_seqs
 
 
 def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.nouns.limits import LOGIT_ROWS
 from appliance.engine.nouns.sampling_params import MAX_LOGPROBS
+from appliance.engine.run.cuda_graphs import MOST_ROWS as MOST_DRAFTED
 from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.kernels.penalties.rows import PenaltyRows
 from appliance.kernels.rows.ragged import RaggedBatch
@@ -87,8 +88,10 @@ def measure_workspace(
     own = (*KERNEL_ROWS, *EXPERT_ROWS) if executor.spec.has_experts else KERNEL_ROWS
     several = {*(rows for rows in own if rows < most), limits.max_num_seqs, widest, most}
     sizes = sorted(several)
-    for rows in sizes:
-        lengths, contexts = largest_mixture(rows, limits)
+
+    def lay_out(
+        lengths: list[int], contexts: list[int], decode_rows: int = 1
+    ) -> tuple[RaggedBatch, list[int]]:
         tables = [[0] * -(-context // block_size) for context in contexts]
         opened = [
             [0] * ((context - 1) // block_size - (context - length) // block_size + 1)
@@ -101,6 +104,7 @@ def measure_workspace(
             block_size=block_size,
             device=device.torch_device,
             open_blocks=opened if is_sealed else None,
+            decode_rows=decode_rows,
             state_slots=[number % 2 for number in range(len(lengths))] if is_recurrent else None,
         )
         if batch.sealed is not None:  # as in the runner: a place for each sequence
@@ -108,7 +112,18 @@ def measure_workspace(
             moves = nothing.unsqueeze(1).expand(-1, 2).contiguous()
             batch = replace(batch, sealed=replace(batch.sealed, moves=moves))
         spans = zip(lengths, contexts, strict=True)
-        positions = [place for rows, end in spans for place in range(end - rows, end)]
+        return batch, [place for rows, end in spans for place in range(end - rows, end)]
+
+    if limits.verifies and not is_recurrent:
+        batch, positions = lay_out(*largest_verification(limits), MOST_DRAFTED)
+        _sample(
+            _run(executor.forward, batch, positions, cache, len(positions)),
+            sample_tokens,
+            with_logprobs=False,
+        )
+        del batch
+    for rows in sizes:
+        batch, positions = lay_out(*largest_mixture(rows, limits))
         if rows == most:
             _read(executor, batch, positions, cache, score_tokens)
         logits = _run(executor.forward, batch, positions, cache, min(rows, limits.sample_rows))
@@ -134,6 +149,19 @@ def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list
     whole, rest = divmod(rows - answers, limits.context_length)
     prompts = [limits.context_length] * whole + [rest] * (rest > 1)
     lengths = [1] * (answers + (rest == 1)) + prompts
+    return lengths, [limits.context_length, *lengths[1:]]
+
+
+def largest_verification(limits: SchedulerLimits) -> tuple[list[int], list[int]]:
+    """Return rows and contexts of the sequences in the step that verifies most drafts.
+
+    Attention keeps partial results of each row of a sequence that decodes, for the whole context.
+    """
+    room = min(limits.sample_rows, limits.max_num_batched_tokens)
+    each = min(MOST_DRAFTED, limits.context_length)
+    count = min(limits.max_num_seqs, room)
+    full, rest = divmod(room - count, each - 1)
+    lengths = ([each] * full + [1 + rest] + [1] * count)[:count]
     return lengths, [limits.context_length, *lengths[1:]]
 
 

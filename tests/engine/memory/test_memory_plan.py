@@ -10,6 +10,7 @@ from support.engine.memory_requests import memory_request as request
 from appliance.engine.memory.plan import MemoryRequest, plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.recurrent_spec import ShortConvSpec
+from appliance.model.spec import AttentionSpec
 
 
 def test_a_cpu_gets_four_contexts_and_a_gpu_all_that_is_left() -> None:
@@ -107,13 +108,30 @@ def test_too_much_host_memory_is_refused_with_what_would_fit(changes: dict[str, 
 
 
 def test_beside_a_gpu_it_is_other_memory() -> None:
-    beside = {"fill": True, "host_budget_bytes": 64 * MIB}
+    alone = {"fill": True, "workspace_bytes": 20 * MIB}
+    beside = {**alone, "host_budget_bytes": 64 * MIB}
     plan = plan_memory(request(**beside))
     assert plan.kv_host_bytes == 8 * MIB
-    assert plan.kv_bytes == plan_memory(request(fill=True, kv_host_memory=0)).kv_bytes
+    assert plan.kv_bytes == plan_memory(request(**alone, kv_host_memory=0)).kv_bytes
     assert plan_memory(request(**beside, kv_host_memory=64 * MIB)).kv_bytes == plan.kv_bytes
     with pytest.raises(MemoryPlanError, match=r"64\.0 MiB may be used.* --kv-host-memory 64MiB"):
         plan_memory(request(**beside, kv_host_memory=65 * MIB))
+
+
+@pytest.mark.parametrize(("context", "window", "spans"), [(8192, None, 36), (8192, 512, 5)])
+def test_a_gpu_has_partial_results_of_rows_that_decode(
+    context: int, window: int | None, spans: int
+) -> None:
+    """Spans have 128 tokens up to 1,024 and then 256, so 8 + 28; a window touches one more."""
+    base = request(max_model_len=context).spec
+    layer = base.layers[0]
+    assert isinstance(layer.mixer, AttentionSpec)
+    windowed = replace(layer, mixer=replace(layer.mixer, window=window))
+    spec = replace(base, layers=(windowed,) * 4)
+    on_cpu = plan_memory(request(spec=spec)).workspace_bytes
+    on_gpu = plan_memory(request(spec=spec, host_budget_bytes=64 * MIB)).workspace_bytes
+    # 32 sequences, 4 heads of 64 floats and one for the sum of weights.
+    assert on_gpu - on_cpu == 32 * spans * 4 * (64 + 1) * 4
 
 
 def recurrent(**changes: object) -> MemoryRequest:

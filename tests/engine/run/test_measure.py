@@ -15,6 +15,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.limits import LOGIT_ROWS, SAMPLE_ROWS
 from appliance.engine.run import measure
+from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.engine.run.geometry import fixed_bytes, largest_step
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.measure import (
@@ -133,7 +134,9 @@ def test_the_largest_step_is_run_and_peaks_are_read(
     assert (found.captured, found.largest) == (70 * MIB, 77 * MIB)
     assert model.blocks == 1
     # A padded step may have more rows.
-    step = next(asked for asked in model.asked if len(asked[0]) == rows)
+    step = next(
+        asked for asked in model.asked if len(asked[0]) == rows and asked[2].decode_rows == 1
+    )
     token_ids, positions, batch, _, wanted = step
     assert len(token_ids) == len(positions) == len(batch.slot_mapping) == rows
     assert batch.host_query_lens == lengths
@@ -164,8 +167,44 @@ def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_reques
         block_size=16,
     )
     steps = [(len(arguments[0]), len(arguments[-1])) for arguments in model.asked]
-    sizes = [8, 16, 32, 48, 64, 128, 256, 512, 47 + 512, 1000]
+    sizes = [48, 8, 16, 32, 48, 64, 128, 256, 512, 47 + 512, 1000]  # first without room for drafts
     assert steps == [(rows, min(rows, 48)) for rows in sizes]
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [
+        (SchedulerLimits(5, 512, 100), [8] * 5),
+        (SchedulerLimits(16, 512, 100), [8, 8, 8, 4, *[1] * 12]),
+        (SchedulerLimits(64, 512, 100), [1] * 64),
+        (SchedulerLimits(8, 20, 100), [8, 6, *[1] * 6]),
+        (SchedulerLimits(1, 512, 100), [8]),
+        (SchedulerLimits(5, 512, 100, verifies=False), []),
+    ],
+)
+def test_a_step_that_verifies_drafts_is_measured(
+    limits: SchedulerLimits, lengths: list[int]
+) -> None:
+    """Each row has partial results over a whole context, as many rows as a graph has room for."""
+    model = Model()
+    measure_workspace(
+        model,  # type: ignore[arg-type]
+        batched.choose,
+        reference.penalize,
+        mask_tokens,
+        score_tokens,
+        Meter(0, MIB),
+        limits,
+        kv_layers=[LayerPrecision(KVFormat.BF16)],
+        block_size=16,
+    )
+    drafted = [asked[2] for asked in model.asked if asked[2].decode_rows == 8]
+    assert [list(batch.host_query_lens) for batch in drafted] == ([lengths] if lengths else [])
+    for batch in drafted:
+        assert batch.num_decodes == len(lengths)
+        assert batch.host_context_lens[0] == limits.context_length
+        sizes = [size for size in step_sizes(limits) if size.draft_rows]
+        assert sum(lengths) >= max((size.num_rows for size in sizes), default=0)
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
