@@ -173,7 +173,7 @@ def _no_library(facts: GpuFacts) -> Obstacle | None:
 
 
 def _device_files(facts: GpuFacts) -> Obstacle:
-    if facts.in_wsl:
+    if facts.in_wsl and not facts.in_container:
         listed = ", ".join((*facts.missing, *facts.refused))
         fix = "in Windows: wsl --update, then wsl --shutdown"
         return Obstacle(f"WSL does not pass the card on ({listed})", fix)

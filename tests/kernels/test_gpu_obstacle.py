@@ -166,6 +166,11 @@ def test_no_driver_is_said_only_beside_a_card() -> None:
             "may not open /dev/nvidiactl: Operation not permitted, in this container",
         ),
         ({"missing": ("/dev/dxg",), "in_wsl": True}, "", "wsl --update"),
+        (
+            {"missing": ("/dev/dxg",), "in_wsl": True, "in_container": True},
+            "",
+            "in this container; start the container anew",
+        ),
         ({"problem": "Driver/library version mismatch"}, "", "restart the machine"),
         ({}, MISMATCH, "(Error 803: system has unsupported display driver / cuda driver comb"),
         ({"is_hidden": True}, "", "unset CUDA_VISIBLE_DEVICES"),
