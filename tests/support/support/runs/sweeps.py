@@ -35,9 +35,12 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "tests/kernels/cpu/*.py",
         "tests/model/test_config_door.py",
     ),
+    "tests/engine/test_own_caches.py": (LIBRARY,),
     "tests/model/test_class_defaults.py": (),
+    "tests/model/test_packaged_models.py": (LIBRARY,),
     "tests/model/test_real_settings.py": (),
     "tests/model/fallback/test_own_cache.py": (LIBRARY,),
+    "tests/quant/methods/test_quality_smollm2.py": ("quant/methods/*.py",),  # imported by name
 }
 RECORD = ROOT / "tests" / "sweeps.json"
 ONE_IN = 48  # cases whose code has not changed, in each run
