@@ -37,6 +37,7 @@ class Commands(TyperGroup):
         "repack": "Store a quantized model in another format.",
         "evaluate": "Measure a checkpoint and write its quality card.",
         "card": "Show the quality card of a checkpoint.",
+        "tune": "Time tiles of the kernels on this GPU, and keep them.",
         "doctor": "Check machine, settings, model files and server.",
         "bench": "Measure speed and print a report to post.",
         "cluster": "Serve a model on several machines, through Ray Serve.",

@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {
         "config", "hub", "progress", "kernels.cpu", "kernels.gpu", "kernels.packed_matmul",
         "model.source", "model.encoder", "model.leftovers", "model.families", "engine.memory.plan",
-        "engine.encoder.encoder_execution", "engine.load.memory_request",
+        "engine.encoder.encoder_execution", "engine.load.memory_request", "engine.load.tuning",
         "model_files.retrieval_recipe", "engine.nouns.sampling_params", "quant.quality.card",
         "server.metrics.gpu", "server.http.listener", "tui.server", "model_files.checkpoint",
         "gguf", "tokenizer", "llm",

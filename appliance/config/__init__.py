@@ -13,6 +13,7 @@ from appliance.config.environment import (
     jobs_dir,
     kv_dir,
     service_socket,
+    tuning_dir,
 )
 from appliance.config.server import (
     ServerConfig,
@@ -63,6 +64,7 @@ __all__ = [
     "parse_size",
     "server_to_watch",
     "service_socket",
+    "tuning_dir",
     "unknown_variables",
     "warn_of_unknown_variables",
     "with_kv_folder",

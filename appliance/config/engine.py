@@ -209,6 +209,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             choices=("auto", "off"),
         ),
     ] = "auto"
+    tune: Annotated[
+        str,
+        Setting(
+            "Time at a start, for at most five seconds, which tiles and splits multiply fastest on"
+            " the GPU, and keep it: auto or off. What is not timed yet is computed; appliance tune"
+            " times all of it.",
+            Group.COMPUTE,
+            choices=("auto", "off"),
+        ),
+    ] = "auto"
     generation_config: Annotated[
         str,
         Setting(

@@ -27,6 +27,11 @@ def kv_dir() -> Path:
     return cache_dir() / "kv"
 
 
+def tuning_dir() -> Path:
+    """Return the folder of what was timed on this machine's GPUs, see `engine.load.tuning`."""
+    return cache_dir() / "tuning"
+
+
 def jobs_dir() -> Path:
     """Return the folder where this user's jobs report progress, see `appliance.progress.jobs`."""
     return cache_dir() / "jobs"

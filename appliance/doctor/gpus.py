@@ -13,6 +13,7 @@ from appliance.kernels.cpu.build import BuildError, find_compiler
 from appliance.kernels.gpu.cards import GpuFacts, read_facts
 from appliance.kernels.gpu.obstacle import decide
 from appliance.server.metrics.gpu import GpuProbe, ask, open_nvml
+from appliance.wording import age_in_words, counted
 
 if TYPE_CHECKING:
     from appliance.events import Gpu
@@ -45,6 +46,7 @@ def check_gpus(scope: Scope) -> Iterator[Finding]:
         yield _capability(name, gpu, library, handle)
         yield _memory(name, gpu, scope)
         yield _clocks(name, gpu, library, handle)
+        yield _tiles(name, gpu)
     for (first, a), (second, b) in combinations(enumerate(handles), 2):
         yield _peers(f"GPUs {first} and {second}", library, a, b)
     if gpus:
@@ -98,6 +100,18 @@ def _capability(name: str, gpu: Gpu, library: Any, handle: Any) -> Finding:
         fix = "use --device cpu, or a card of 8.0 or later (RTX 30, A100)"
         return Finding(name, Grade.FAIL, f"{words}; the kernels need 8.0", fix)
     return Finding(name, Grade.OK, words)
+
+
+def _tiles(name: str, gpu: Gpu) -> Finding:
+    """Say whether choices of the matmuls were timed on this card, or only computed for it."""
+    from appliance.engine.load.tuning import kept_for  # imports torch
+
+    name, kept = f"{name} tiles", kept_for(gpu.name)
+    if kept is None:
+        found = "computed, none was timed on this card; a start times some, `appliance tune` all"
+        return Finding(name, Grade.OK, found)
+    found = f"{counted(kept.count, 'choice')} timed on this card, {age_in_words(kept.age)}"
+    return Finding(name, Grade.OK, f"{found}; the rest is computed")
 
 
 def _memory(name: str, gpu: Gpu, scope: Scope) -> Finding:

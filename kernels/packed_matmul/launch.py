@@ -25,6 +25,7 @@ from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.kernels.packed_matmul.slices import (
     WIDENED_ROWS,
     LinearForm,
+    best_slices,
     choose_slices,
     scratch_rows,
 )
@@ -47,7 +48,9 @@ from appliance.kernels.packed_matmul.tiles import (
     architecture,
     choose_splits,
     choose_tile,
+    fitting_splits,
 )
+from appliance.kernels.packed_matmul.timed import TimedChoices
 from appliance.kernels.packed_matmul.variant import (
     DENSE_BLOCK_M,
     LOOKUP_BLOCK_M,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from appliance.kernels.activation import Gating
+    from appliance.kernels.gpu.residency import Multiprocessors
     from appliance.kernels.operations import Linear
     from appliance.kernels.packed_matmul.tiled import Codes
     from appliance.kernels.weights.weight import Weight
@@ -126,7 +130,8 @@ class MatmulPlan:
     """All about the launches of a linear that does not change within one entry of the tiles' table.
 
     Attributes:
-        tile: of a program.
+        entry: of the tiles' table.
+        tile: of a program, the entry's or one that was timed.
         target: that it is for.
         specialization: of the kernel; a linear's arguments are always of the same kinds.
         options: its compile-time arguments and compiler options.
@@ -136,6 +141,7 @@ class MatmulPlan:
         splits: programs that share an output tile's inputs; None until the kernel is compiled.
     """
 
+    entry: MatmulTile
     tile: MatmulTile
     target: Target
     specialization: Specialization
@@ -160,6 +166,7 @@ class TiledLinear:
     slices: dict[tuple[int, int], tuple[int, ...]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    timed: TimedChoices = field(default_factory=TimedChoices, init=False, compare=False, repr=False)
 
     @property
     def in_features(self) -> int:
@@ -209,18 +216,43 @@ class TiledLinear:
             heights = self.slices.get(key)
             if heights is None:
                 card = multiprocessors_of(x.device, target.capability)
-                heights = self.slices[key] = choose_slices(self.form, *key, card)
+                heights = self.slices[key] = self._heights(*key, card)
             if heights:
                 return _multiply_dense(self, x, heights)
         tile = _tile_for(num_tokens, target.capability, weight.kind, weight.group_size)
         out = x.new_empty(num_tokens, self.out_features)
         if num_tokens:
             plan = self.plans.get((tile.max_rows, x.dtype))
-            if plan is None or plan.tile is not tile or plan.target is not target:
+            if plan is None or plan.entry is not tile or plan.target is not target:
                 plan = self.plans[tile.max_rows, x.dtype] = _plan(self, tile, target)
             with device_of(x):
                 _multiply(self, x, out, plan)
         return out
+
+    def use(self, timed: TimedChoices) -> None:
+        """Multiply by these choices from now on; what they lack is computed."""
+        self.timed.tiles.clear()
+        self.timed.tiles.update(timed.tiles)
+        self.timed.widened_rows = timed.widened_rows
+        self.plans.clear()
+        self.slices.clear()
+
+    def splits_for(self, rows: int) -> tuple[int, tuple[int, ...]]:
+        """Return the splits for so many rows of x, and those that could be.
+
+        Such a product has run before, with splits that were computed.
+        """
+        plan = next(plan for (most, _), plan in self.plans.items() if most == rows)
+        assert plan.splits is not None
+        return plan.splits, fitting_splits(*_split_sizes(self.weight, plan), plan.tile)
+
+    def _heights(self, steps: int, capability: int, card: Multiprocessors) -> tuple[int, ...]:
+        widened = self.timed.widened_rows
+        if widened is None:
+            return choose_slices(self.form, steps, capability, card)
+        if steps * ROW_STEP <= widened:
+            return ()
+        return best_slices(self.form, steps, capability, card)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Look rows up in a weight with records, exact before they are rounded.
@@ -318,12 +350,14 @@ def _tile_for(rows: int, capability: int, kind: Codes, group_size: int) -> Matmu
     return choose_tile(rows, capability, group, may_fold=may_fold(kind, group_size))
 
 
-def _plan(linear: TiledLinear, tile: MatmulTile, target: Target) -> MatmulPlan:
+def _plan(linear: TiledLinear, entry: MatmulTile, target: Target) -> MatmulPlan:
     weight, early = linear.weight, starts_early(linear.weight.codes.device)
+    tile, splits = linear.timed.tiles.get(entry.max_rows, (entry, None))
     asm = not target.is_interpreted
     fixed = matmul_constexprs(weight, tile, gated=linear.gated, early=early, asm=asm)
     options = {**fixed, **launch_options(tile), **early_options(early=early)}
     return MatmulPlan(
+        entry,
         tile,
         target,
         _launch_matmul.specialized(options),
@@ -331,6 +365,7 @@ def _plan(linear: TiledLinear, tile: MatmulTile, target: Target) -> MatmulPlan:
         has_sums=not fixed["FOLDED"] and takes_sums(weight.params_kind, tile.max_rows),
         blocks_n=-(-weight.out_features // tile.block_n),
         blocks_k=_blocks_k(weight),
+        splits=splits,
     )
 
 
@@ -366,16 +401,17 @@ def _split(
 ) -> int:
     """Choose the splits, and keep them in the plan once it is known how many programs run."""
     program = footprint_of(_FOOTPRINTS, device, arguments, plan.options)
-    splits = choose_splits(
-        -(-weight.out_features // TILE_N),
-        plan.blocks_k,
-        weight.block_k * TILE_N * weight.kind.bits // 8,
-        plan.tile,
-        place_of(device, program),
-    )
+    place = place_of(device, program)
+    splits = choose_splits(*_split_sizes(weight, plan), plan.tile, place)
     if program is not None or plan.target.is_interpreted:
         plan.splits = splits
     return splits
+
+
+def _split_sizes(weight: TiledWeight, plan: MatmulPlan) -> tuple[int, int, int]:
+    """Return tiles of output features, blocks of inputs, and bytes of a tile in one block."""
+    block_bytes = weight.block_k * TILE_N * weight.kind.bits // 8
+    return -(-weight.out_features // TILE_N), plan.blocks_k, block_bytes
 
 
 def launch_options(tile: MatmulTile) -> dict[str, int | None]:

@@ -78,6 +78,13 @@ class LinearForm:
         return self.out_features * self.in_features
 
 
+def best_slices(
+    form: LinearForm, row_steps: int, capability: int, card: Multiprocessors
+) -> tuple[int, ...]:
+    """Return the heights of a weight's dense slices, see `choose_slices`, even if none pay."""
+    return _best_slices(form, row_steps * ROW_STEP, capability, card)[0]
+
+
 @lru_cache(maxsize=4096)
 def choose_slices(
     form: LinearForm, row_steps: int, capability: int, card: Multiprocessors

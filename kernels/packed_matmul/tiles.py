@@ -122,16 +122,21 @@ def choose_tile(
         group_size: inputs of one scaled product; 0 means all.
         may_fold: weights can take scale and offset before the product, see `variant.may_fold`.
     """
-    table = architecture(capability)
-    assert table is not None
-    tiles = table.one_sum if may_fold or not group_size else table.tiles
-    if 0 < group_size <= SHORT_GROUP:
-        tiles = SHORT_GROUP_TILES
+    tiles = tiles_of(capability, group_size, may_fold=may_fold)
     tile = next((tile for tile in tiles if rows <= tile.max_rows), None)
     if tile is None:
         return replace(tiles[-1], max_rows=-(-rows // ROW_STEP) * ROW_STEP)
     # With one sum over all inputs ptxas would spill, to fit more programs than shared memory holds.
     return replace(tile, max_registers=128) if tile is _SKINNY[1] and not group_size else tile
+
+
+def tiles_of(capability: int, group_size: int, *, may_fold: bool) -> tuple[MatmulTile, ...]:
+    """Return the table of a kind of weights, see `choose_tile`."""
+    table = architecture(capability)
+    assert table is not None
+    if 0 < group_size <= SHORT_GROUP:
+        return SHORT_GROUP_TILES
+    return table.one_sum if may_fold or not group_size else table.tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,7 @@ def choose_splits(
     """
     table = architecture(place.capability)
     assert table is not None
-    programs = -(-out_tiles * TILE_N // tile.block_n) * -(-tile.max_rows // tile.block_m)
+    programs = _programs(out_tiles, tile)
     num_sms = place.card.num_sms
     ahead = (tile.num_stages - 1) * block_bytes * (tile.block_n // TILE_N)
     wanted = min(place.resident, -(-table.bytes_in_flight // ahead))  # programs of an SM
@@ -172,6 +177,16 @@ def choose_splits(
         # Too few programs leave memory idle; with more, the busiest SM sets the time.
         per_sm = programs * splits / num_sms
         return -(-programs * splits // num_sms) * each * max(1.0, wanted / per_sm)
+
+    return min(fitting_splits(out_tiles, blocks_k, block_bytes, tile), key=cost)
+
+
+@lru_cache(maxsize=4096)
+def fitting_splits(
+    out_tiles: int, blocks_k: int, block_bytes: int, tile: MatmulTile
+) -> tuple[int, ...]:
+    """Return the numbers of splits that the workspace holds and that write little beside codes."""
+    programs = _programs(out_tiles, tile)
 
     def fits(splits: int) -> bool:
         if splits == 1:
@@ -183,7 +198,11 @@ def choose_splits(
         is_little = partial_share(blocks_k, block_bytes, tile, splits) <= PARTIAL_SHARE
         return is_little or tile.max_rows > MEMORY_BOUND_ROWS
 
-    return min(filter(fits, SPLITS), key=cost)
+    return tuple(filter(fits, SPLITS))
+
+
+def _programs(out_tiles: int, tile: MatmulTile) -> int:
+    return -(-out_tiles * TILE_N // tile.block_n) * -(-tile.max_rows // tile.block_m)
 
 
 def partial_share(blocks_k: int, block_bytes: int, tile: MatmulTile, splits: int) -> float:

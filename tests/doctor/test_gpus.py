@@ -14,7 +14,9 @@ import torch
 from appliance.config import EngineConfig
 from appliance.doctor.finding import Check, Finding, Grade, Scope
 from appliance.doctor.gpus import check_gpus
+from appliance.engine.load.tuning import keep
 from appliance.kernels.gpu import cards
+from appliance.kernels.packed_matmul.timed import TimedChoices
 from appliance.runtime import VISIBLE_GPUS
 
 Look = Callable[[Check, Scope], dict[str, Finding]]
@@ -100,6 +102,17 @@ def test_two_gpus_that_are_well(look: Look) -> None:
     assert found["GPU 0 memory"].found == "23.0 GiB of 24.0 GiB free"
     assert found["GPU 0 clocks"].found.startswith("1395 MHz of at most 2100, 83 °C")
     assert "P2P" in found["GPUs 0 and 1"].found
+
+
+def test_tiles_are_said_to_be_computed_until_they_are_timed(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APPLIANCE_CACHE_DIR", str(tmp_path))
+    found = look(check_gpus, Scope(nvml=Nvml()))["GPU 1 tiles"]
+    assert "computed, none was timed on this card" in found.found
+    keep("NVIDIA GeForce RTX 3090", {"4096 x 4096": TimedChoices(widened_rows=256)})
+    found = look(check_gpus, Scope(nvml=Nvml()))["GPU 1 tiles"]
+    assert found.found == "1 choice timed on this card, now; the rest is computed"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from appliance.engine.load.execution.choice import choose_execution
 from appliance.engine.load.kv_cache import make_kv_cache
 from appliance.engine.load.memory_request import plan_model
 from appliance.engine.load.runner import RunnerParts, load_runner
+from appliance.engine.load.tuning import tune_at_start
 from appliance.engine.memory.admission import Admission
 from appliance.engine.nouns.beacon import Beacon
 from appliance.engine.nouns.moves import Rates
@@ -125,6 +126,8 @@ def load_llm_engine(
     # A tokenizer may name tokens without logits, which the model never generates.
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()
+    if execution.uses_triton:
+        tune_at_start(config.tune, executor, config.max_num_batched_tokens, on_progress)
     adapters = AdapterLoader.of(config, source, executor)
     kept = None if draft is None else draft.hidden_rows(executor)
     parts = RunnerParts.of(config, execution, executor, device, memory)
