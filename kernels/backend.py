@@ -14,6 +14,7 @@ from appliance.kernels.attention import cpu as cpu_attention
 from appliance.kernels.attention import reference as reference_attention
 from appliance.kernels.cache.decoder_cache import allocate_blocks
 from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.expert_routing import reference as reference_routing
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
 from appliance.kernels.kv_seal import reference as reference_kv_seal
@@ -65,6 +66,7 @@ REFERENCE = Backend(
     gated_delta=reference_recurrence.gated_delta,
     selective_scan=reference_recurrence.selective_scan,
     short_conv=reference_short_conv.short_conv,
+    route=reference_routing.route,
     plan_adapters=reference_adapters.plan_adapters,
     add_adapters=reference_adapters.add_adapters,
     prepare_gated=lambda weight, bias, dtype, activation: None,
@@ -122,6 +124,7 @@ def triton_backend() -> Backend:
     """
     from appliance.kernels.adapters.launch import add_adapters, plan_adapters
     from appliance.kernels.attention.launch import paged_attention, plan_attention
+    from appliance.kernels.expert_routing.launch import route
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
     from appliance.kernels.grouped_matmul.launch import prepare_experts
@@ -175,6 +178,7 @@ def triton_backend() -> Backend:
         gated_delta=gated_delta,
         selective_scan=selective_scan,
         short_conv=short_conv,
+        route=route,
         plan_adapters=plan_adapters,
         add_adapters=add_adapters,
         prepare_gated=prepare_gated,

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from appliance.kernels.cache.decoder_cache import AnyLayerCache
     from appliance.kernels.cache.kv_cache import LayerCache
     from appliance.kernels.cache.sealed_blocks import SealedBlocks
+    from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs
     from appliance.kernels.grouped_matmul.weights import StackedExperts
     from appliance.kernels.library_tiles.tiles import LinearTiles
     from appliance.kernels.penalties.rows import Penalize
+    from appliance.kernels.routing import Router
     from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.kernels.rows.state_spans import StateSpans
     from appliance.kernels.weights.weight import Weight
@@ -88,6 +90,36 @@ class RowTable(Linear, Protocol):
         ...
 
 
+class Choice(NamedTuple):
+    """The experts that a router chose for each token."""
+
+    ids: Tensor  # (num_tokens, top_k) int64, 0 is the first expert that is here
+    weights: Tensor  # (num_tokens, top_k) float32
+    pairs: SortedPairs | None = None  # the same sorted by expert, if the backend needs that
+
+
+class Route(Protocol):
+    """Chooses the experts of each token, without waiting for the device."""
+
+    def __call__(
+        self,
+        logits: Tensor,  # (num_tokens, num_experts) float32
+        router: Router,
+        held: range,
+        selection_bias: Tensor | None = None,
+        expert_scale: Tensor | None = None,
+    ) -> Choice:
+        """Choose; the arguments are described at `expert_routing.reference`."""
+        ...
+
+
+class Shared(NamedTuple):
+    """What an MLP that all tokens pass through said, to add to the experts' sum."""
+
+    rows: Tensor  # (num_tokens, hidden_size), in the type of activations
+    gate: Tensor | None  # (num_tokens, 1) float32, the logit of a factor of each row
+
+
 class RoutedMLPs(Protocol):
     """The MLPs of one layer that a router chooses from, as one operation."""
 
@@ -96,15 +128,21 @@ class RoutedMLPs(Protocol):
         """Bytes that the weights and biases take."""
         ...
 
+    @property
+    def weighs_inputs(self) -> bool:
+        """True if the weights of a choice multiply what experts read; see `StackedExperts`."""
+        ...
+
     def __call__(
         self,
         hidden: Tensor,  # (num_tokens, hidden_size)
-        ids: Tensor,  # (num_tokens, top_k) int64
-        weights: Tensor,  # (num_tokens, top_k) float32
-    ) -> Tensor:  # (num_tokens, hidden_size) float32
-        """Sum each token's weighted expert outputs, without waiting for the device.
+        choice: Choice,
+        shared: Shared | None = None,
+    ) -> Tensor:  # (num_tokens, hidden_size), dtype of hidden
+        """Sum each token's weighted expert outputs and what is shared, in float32.
 
-        Of a part of the experts, other numbers add nothing; see `StackedExperts`.
+        The host does not wait for the device. Of a part of the experts, other numbers add nothing;
+        see `StackedExperts`.
         """
         ...
 
@@ -242,6 +280,7 @@ class Backend:
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
     short_conv: ShortConvolution
+    route: Route
     # slots of the rows (num_tokens,) int32, number of slots -> once per step, for all layers
     plan_adapters: Callable[[Tensor, int], Any]
     # outputs, added to in place; inputs; factors of the place; what plan_adapters returned

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
-from appliance.kernels.expert_routing.reference import route
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
+from appliance.kernels.operations import Choice, Shared
 from appliance.kernels.weight_codes.order import TILE_N
 from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.weights.packed import PackedWeight
@@ -39,8 +39,8 @@ class Experts:
 
     Attributes:
         held: numbers of the experts that are here; the others' ranks add what they say.
-        router_weight: (num_experts, hidden_size) float32.
-        router_bias: (num_experts,) float32.
+        router_weight: (num_experts, hidden_size) float32; with `has_gate_row`, one row more.
+        router_bias: (num_experts,) float32; likewise.
         selection_bias: (num_experts,) float32.
         shared_gate: (1, hidden_size) float32.
         expert_scale: (num_experts,) float32.
@@ -49,6 +49,7 @@ class Experts:
         norms: the experts' own; see `ExpertsSpec`.
         latent: around the chosen experts; the router and the shared one read the row itself.
         weighs_inputs: see `ExpertsSpec`.
+        has_gate_row: the router's last row is the gate of the shared MLP.
         joint: with `norms`, sums the ranks' parts before them; None if this is all of it.
     """
 
@@ -66,6 +67,7 @@ class Experts:
     backend: Backend
     latent: LatentRows | None = None
     weighs_inputs: bool = False
+    has_gate_row: bool = False
     joint: Joint | None = None
 
     @property
@@ -86,15 +88,17 @@ class Experts:
         `hidden` is a norm of `stream`.
         """
         if self.norms is None:
-            chosen = self._begin_chosen(hidden, hidden)
-            shared = self._shared(hidden, adapters)
-            return (chosen() + shared).to(hidden.dtype)
+            chosen, gate = self._begin_chosen(hidden, hidden)
+            return chosen(self._shared(hidden, adapters, gate))
         norms = self.norms
-        chosen = self._begin_chosen(
+        chosen, gate = self._begin_chosen(
             self._norm(stream, norms.router), self._norm(stream, norms.input)
         )
-        shared = self._normed_sum(self._shared(hidden, adapters).to(hidden.dtype), norms.shared)
-        return shared + self._normed_sum(chosen().to(hidden.dtype), norms.output)
+        shared = self._shared(hidden, adapters, gate)
+        assert shared is not None
+        assert shared.gate is None
+        said = self._normed_sum(shared.rows, norms.shared)
+        return said + self._normed_sum(chosen(None), norms.output)
 
     def _normed_sum(self, said: Tensor, norm: Norm) -> Tensor:
         """Norm what all ranks say."""
@@ -103,28 +107,41 @@ class Experts:
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm.of(x, self.backend)
 
-    def _begin_chosen(self, routed: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
-        """Start the experts that the router chooses by `routed`; return their float32 sum's getter.
+    def _begin_chosen(
+        self, routed: Tensor, hidden: Tensor
+    ) -> tuple[Callable[[Shared | None], Tensor], Tensor | None]:
+        """Start the experts that the router chooses by `routed`.
 
-        Experts in host memory start here; calling the result waits for them.
+        Experts in host memory start here; calling what is returned waits for them.
+
+        Returns:
+            A function that adds what is shared to the experts' sum, in the type of `hidden`; and
+            the logits of the shared MLP's gate, if the router has its row.
         """
-        logits = linear(routed.float(), self.router_weight, self.router_bias)
-        ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
-        if self.held.start:
-            ids = ids - self.held.start
+        logits, gate = linear(routed.float(), self.router_weight, self.router_bias), None
+        if self.has_gate_row:
+            logits, gate = logits[:, :-1], logits[:, -1:]
+        choice = self.backend.route(
+            logits, self.router, self.held, self.selection_bias, self.expert_scale
+        )
         if self.latent is None:
-            return self._begin(hidden, ids, weights)
-        chosen, out_of = self._begin(self.latent.into(hidden), ids, weights), self.latent.out_of
-        return lambda: out_of(chosen().to(hidden.dtype)).float()
+            return self._begin(hidden, choice), gate
+        chosen, out_of = self._begin(self.latent.into(hidden), choice), self.latent.out_of
+        return lambda shared: summed(out_of(chosen(None)), shared, hidden.dtype), gate
 
-    def _begin(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+    def _begin(self, hidden: Tensor, choice: Choice) -> Callable[[Shared | None], Tensor]:
         """Do the same for rows whose experts are chosen."""
-        if isinstance(self.grouped, HostExperts):
-            return self.grouped.begin(hidden, ids, weights)
-        run = self._one_by_one if self.grouped is None else self.grouped
-        if self.weighs_inputs:
-            return partial(_of_weighed, run, hidden, ids, weights)
-        return partial(run, hidden, ids, weights)
+        grouped, (ids, weights, _) = self.grouped, choice
+        if isinstance(grouped, HostExperts):
+            sums = grouped.begin(hidden, ids, weights)
+        elif grouped is None or (self.weighs_inputs and not grouped.weighs_inputs):
+            run = self._one_by_one if grouped is None else partial(_float_sums, grouped)
+            if self.weighs_inputs:
+                run = partial(_of_weighed, run)
+            sums = partial(run, hidden, ids, weights)
+        else:
+            return lambda shared: grouped(hidden, choice, shared)
+        return lambda shared: summed(sums(), shared, hidden.dtype)
 
     def _one_by_one(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden, dtype=torch.float32)
@@ -136,13 +153,23 @@ class Experts:
             total.index_add_(0, tokens, added * weights[tokens, places, None])
         return total
 
-    def _shared(self, hidden: Tensor, adapters: LayerAdapters | None) -> Tensor:
+    def _shared(
+        self, hidden: Tensor, adapters: LayerAdapters | None, gate: Tensor | None
+    ) -> Shared | None:
         if self.shared is None:
-            return torch.zeros_like(hidden, dtype=torch.float32)
-        said = self.shared(hidden, adapters).float()
-        if self.shared_gate is None:
-            return said
-        return said * linear(hidden.float(), self.shared_gate).sigmoid()
+            return None
+        said = self.shared(hidden, adapters)
+        if self.shared_gate is not None:
+            gate = linear(hidden.float(), self.shared_gate)
+        return Shared(said, gate)
+
+
+def summed(chosen: Tensor, shared: Shared | None, dtype: torch.dtype) -> Tensor:
+    """Add what is shared to the experts' sum in float32, rounded once to `dtype`."""
+    if shared is None:
+        return chosen.to(dtype)
+    rows = shared.rows
+    return (chosen + (rows if shared.gate is None else rows * shared.gate.sigmoid())).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +178,10 @@ class LatentRows:
 
     into: Linear
     out_of: Linear
+
+
+def _float_sums(grouped: RoutedMLPs, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return grouped(hidden, Choice(ids, weights)).float()
 
 
 def _of_weighed(
@@ -183,8 +214,16 @@ def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedEx
     down = _stack([[expert.down] for expert in experts])
     if inner is None or down is None:
         return None
-    is_part = spec.held is not None
-    return StackedExperts(len(experts), inner, down, spec.activation, spec.gated, up, is_part)
+    return StackedExperts(
+        len(experts),
+        inner,
+        down,
+        spec.activation,
+        spec.gated,
+        up,
+        is_part=spec.held is not None,
+        weighs_inputs=spec.weighs_inputs,
+    )
 
 
 def _stack(experts: Sequence[list[LinearPart]]) -> StackedLinear | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch.nn.functional import pad
+
 from appliance.kernels.activation import Activation
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.embedding import Embedding, LayerInput, TokenInputs
@@ -24,8 +27,6 @@ from appliance.model.rope import distinct_ropes
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from appliance.kernels.activation import Gating
     from appliance.kernels.operations import Backend, Linear, RoutedMLPs
     from appliance.kernels.weights.weight import Weight
@@ -267,23 +268,32 @@ class LayerBuilder:
         if grouped is None:
             grouped = group_experts(weights.expert, spec, self._backend, self._dtype)
             self.nbytes += 0 if grouped is None else grouped.nbytes
+        router, router_bias = weights.router, weights.router_bias
+        gate = weights.shared_gate
+        # Where each operation costs a launch, the router's product is that of the gate too.
+        has_gate_row = weights.norms is None and self._backend.prepare_experts is not None
+        if gate is not None and has_gate_row:
+            router = torch.cat((router, gate))
+            router_bias = None if router_bias is None else pad(router_bias, (0, 1))
+            gate = None
         return Experts(
             router=spec.router,
             held=spec.experts,
-            router_weight=weights.router,
-            router_bias=weights.router_bias,
+            router_weight=router,
+            router_bias=router_bias,
             selection_bias=weights.selection_bias,
             grouped=grouped,
             experts=tuple(self.mlp(weights.expert(number), spec) for number in spec.experts)
             if grouped is None
             else (),
             shared=shared,
-            shared_gate=weights.shared_gate,
+            shared_gate=gate,
             expert_scale=weights.expert_scale,
             norms=weights.norms,
             latent=self._latent_rows(weights.latent),
             backend=self._backend,
             weighs_inputs=spec.weighs_inputs,
+            has_gate_row=len(router) > spec.router.num_experts,
             joint=joint,
         )
 

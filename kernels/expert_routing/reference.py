@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.operations import Choice
 from appliance.kernels.routing import Scoring
 
 if TYPE_CHECKING:
@@ -22,21 +23,20 @@ if TYPE_CHECKING:
 def route(
     logits: Tensor,
     router: Router,
+    held: range,
     selection_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Choose experts.
+) -> Choice:
+    """Choose experts; the choice is not sorted.
 
     Ties are broken as `torch.topk` breaks them on the device.
 
     Args:
         logits: (num_tokens, num_experts) float32.
         router: the rules.
+        held: numbers of the experts that are here; the first of them is 0 in the choice.
         selection_bias: (num_experts,) float32; None without one.
         expert_scale: (num_experts,) float32; None without one.
-
-    Returns:
-        Ids (num_tokens, top_k) int64 and weights (num_tokens, top_k) float32.
     """
     if router.scoring is Scoring.SOFTMAX:
         scores = torch.softmax(logits, dim=-1)
@@ -54,7 +54,9 @@ def route(
     if router.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + router.epsilon)
     weights = weights * router.scale
-    return ids, weights if expert_scale is None else weights * expert_scale[ids]
+    if expert_scale is not None:
+        weights = weights * expert_scale[ids]
+    return Choice(ids - held.start if held.start else ids, weights)
 
 
 def _in_best_groups(choice: Tensor, router: Router) -> Tensor:

@@ -12,6 +12,7 @@ from appliance.kernels.device.group_products import add_group, add_tiles, load_s
 from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NOBODY: tl.constexpr = tl.constexpr(-1)  # no pair, or no expert
 
 
@@ -32,23 +33,30 @@ def count_kernel(
     tl.store(counts_ptr + i_expert, tl.sum(b_count, 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@triton.jit(do_not_specialize=["num_parts", "num_pairs", "num_blocks"])
 def sort_kernel(
     pairs_ptr,  # (num_blocks * BLOCK_M,) int32, NOBODY at the end of an expert's last block
     experts_ptr,  # (num_blocks,) int32, NOBODY behind the last block
-    counts_ptr,
+    counts_ptr,  # (num_parts, num_experts) int32, of parts of all pairs
     ids_ptr,
+    num_parts,
     num_pairs,
     num_blocks,
     num_experts,
     EXPERTS: tl.constexpr,  # a power of two, at least num_experts
+    PARTS: tl.constexpr,  # whose counts are read together
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Write one expert's pairs per program, in order, into blocks of its own."""
     i_expert = tl.program_id(0)
     o_expert = tl.arange(0, EXPERTS)
-    b_count = tl.load(counts_ptr + o_expert, mask=o_expert < num_experts, other=0)
+    b_count = tl.zeros((EXPERTS,), tl.int32)
+    for start in tl.range(0, num_parts, PARTS, num_stages=1):
+        o_part = start + tl.arange(0, PARTS)
+        b_mask = (o_part < num_parts)[:, None] & (o_expert < num_experts)[None, :]
+        p_count = counts_ptr + o_part[:, None] * num_experts + o_expert[None, :]
+        b_count += tl.sum(tl.load(p_count, mask=b_mask, other=0), 0)
     b_blocks = (b_count + BLOCK_M - 1) // BLOCK_M
     first_block = tl.sum(tl.where(o_expert < i_expert, b_blocks, 0), 0)
     end_block = first_block + tl.sum(tl.where(o_expert == i_expert, b_blocks, 0), 0)
@@ -71,23 +79,34 @@ def sort_kernel(
 
 
 @triton.jit
-def order_inputs_kernel(
+def lay_out_inputs_kernel(
     out_ptr,  # (num_pairs, in_features)
     x_ptr,  # (num_pairs / SHARE, in_features), rows x_stride apart
     ids_ptr,  # (num_pairs,) int64, the expert of each pair
-    order_ptr,  # (num_experts, in_features) int32
+    order_ptr,  # (num_experts, in_features) int32, or None
+    weights_ptr,  # (num_pairs,) float32, or None
     in_features,
     x_stride,
+    num_experts,
     SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Lay a pair's row out in the order of its expert's columns."""
+    """Lay out a pair's row: in the order of its expert's columns, or times its weight.
+
+    There is no row for experts that are elsewhere where there is an order.
+    """
     i_pair = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_mask = o_column < in_features
-    p_order = order_ptr + tl.load(ids_ptr + i_pair) * in_features
-    b_input = tl.load(p_order + o_column, mask=b_mask, other=0)
+    b_input = o_column
+    if order_ptr is not None:
+        i_expert = tl.load(ids_ptr + i_pair)
+        b_mask = b_mask & (i_expert >= 0) & (i_expert < num_experts)
+        b_input = tl.load(order_ptr + i_expert * in_features + o_column, mask=b_mask, other=0)
     b_x = tl.load(x_ptr + i_pair // SHARE * x_stride + b_input, mask=b_mask)
+    if weights_ptr is not None:
+        weight = tl.load(weights_ptr + i_pair).to(x_ptr.dtype.element_ty).to(tl.float32)
+        b_x = (b_x.to(tl.float32) * weight).to(x_ptr.dtype.element_ty)
     tl.store(out_ptr + i_pair * in_features + o_column, b_x, mask=b_mask)
 
 
@@ -245,10 +264,16 @@ def widened(
 
 @triton.jit
 def add_experts_kernel(
-    out_ptr,  # (num_tokens, width) float32
+    out_ptr,  # (num_tokens, width)
     y_ptr,  # (num_tokens * TOP_K, width), a row for each pair
-    weights_ptr,  # (num_tokens * TOP_K,) float32
+    weights_ptr,  # (num_tokens * TOP_K,) float32; None where inputs were weighed
+    ids_ptr,  # (num_tokens * TOP_K,) int64 if only some experts are here, or None
+    shared_ptr,  # (num_tokens, width) what is added, rows shared_stride apart; or None
+    gate_ptr,  # logit of each token's factor of that, gate_stride apart; or None
     width,
+    num_experts,  # that are here
+    shared_stride,
+    gate_stride,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -259,6 +284,20 @@ def add_experts_kernel(
     b_total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
         i_pair = i_token * TOP_K + i
-        b_y = tl.load(y_ptr + i_pair * width + o_column, mask=b_mask, other=0.0)
-        b_total += b_y.to(tl.float32) * tl.load(weights_ptr + i_pair)
-    tl.store(out_ptr + i_token * width + o_column, b_total, mask=b_mask)
+        b_here = b_mask
+        if ids_ptr is not None:
+            i_expert = tl.load(ids_ptr + i_pair)
+            b_here = b_mask & (i_expert >= 0) & (i_expert < num_experts)
+        b_y = tl.load(y_ptr + i_pair * width + o_column, mask=b_here, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            b_y *= tl.load(weights_ptr + i_pair)
+        b_total += b_y
+    if shared_ptr is not None:
+        p_shared = shared_ptr + i_token * shared_stride + o_column
+        b_shared = tl.load(p_shared, mask=b_mask, other=0.0).to(tl.float32)
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + i_token * gate_stride)
+            b_shared *= 1.0 / (1.0 + tl.exp2(-gate * LOG2_E))
+        b_total += b_shared
+    b_out = b_total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + i_token * width + o_column, b_out, mask=b_mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from appliance.kernels.gpu.target import target_of
 from appliance.kernels.grouped_matmul.kernel import (
     add_experts_kernel,
     grouped_matmul_kernel,
-    order_inputs_kernel,
+    lay_out_inputs_kernel,
 )
 from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_pairs
 from appliance.kernels.grouped_matmul.variant import (
@@ -35,9 +35,10 @@ from appliance.kernels.weight_codes.order import TILE_N
 if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
     from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
+    from appliance.kernels.operations import Choice, Shared
 
 ADD_BLOCK = 1024
-ORDER_BLOCK = 1024
+INPUT_BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class GroupedLinear:
             (num_pairs, out_features), dtype of x.
         """
         if self.order is not None:
-            x = in_order(x, rows.ids, self.order)
+            x = laid_out_inputs(x, rows.ids, order=self.order)
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
         out = x.new_empty(rows.num_pairs, self.out_features)
@@ -128,6 +129,7 @@ class ExpertMLPs:
     gated: bool
     up: GroupedLinear | None = None  # see `StackedExperts`
     is_part: bool = False
+    weighs_inputs: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -135,23 +137,14 @@ class ExpertMLPs:
         up = 0 if self.up is None else self.up.nbytes
         return self.inner.nbytes + up + self.down.nbytes
 
-    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Sum the chosen experts' outputs without waiting for the device; a graph can capture it.
-
-        Args:
-            hidden: (num_tokens, hidden_size).
-            ids: (num_tokens, top_k) int64; a part adds nothing for numbers outside of its own.
-            weights: (num_tokens, top_k) float32.
-
-        Returns:
-            (num_tokens, hidden_size) float32.
-        """
-        out = torch.empty(len(hidden), self.down.out_features, device=hidden.device)
+    def __call__(self, hidden: Tensor, choice: Choice, shared: Shared | None = None) -> Tensor:
+        """See `RoutedMLPs`; a graph can capture it. A choice that is not sorted is sorted here."""
+        out = hidden.new_empty(len(hidden), self.down.out_features)
         if not len(hidden):
             return out
-        rows = sort_pairs(ids, self.num_experts)
-        if self.is_part:  # pairs of other experts are in no block
-            rows = replace(rows, ids=rows.ids.clamp(0, self.num_experts - 1))
+        rows = sort_pairs(choice.ids, self.num_experts) if choice.pairs is None else choice.pairs
+        if self.weighs_inputs:
+            hidden = laid_out_inputs(hidden, rows.ids, weights=choice.weights)
         middle = self.inner(hidden, rows)
         if self.up is not None:
             middle = torch.cat((middle, self.up(hidden, rows)), dim=1)
@@ -160,29 +153,43 @@ class ExpertMLPs:
         else:
             assert isinstance(self.activation, Activation)
             middle = activated(middle, self.activation)
-        said, width = self.down(middle, rows), out.shape[1]
-        if self.is_part:
-            said.masked_fill_((rows.ids != ids).view(-1, 1), 0)
-        with torch.cuda.device(hidden.get_device()):
-            add_experts_kernel[(len(hidden), -(-width // ADD_BLOCK))](
+        self._add(out, self.down(middle, rows), choice, shared)
+        return out
+
+    def _add(self, out: Tensor, said: Tensor, choice: Choice, shared: Shared | None) -> None:
+        rows, gate = (None, None) if shared is None else shared
+        if rows is not None:
+            assert rows.shape == out.shape, (rows.shape, out.shape)
+            assert rows.stride(1) == 1, rows.stride()
+        width = out.shape[1]
+        with torch.cuda.device(out.get_device()):
+            add_experts_kernel[(len(out), -(-width // ADD_BLOCK))](
                 out,
                 said,
-                weights.contiguous(),
+                None if self.weighs_inputs else choice.weights.contiguous(),
+                choice.ids.contiguous() if self.is_part else None,
+                rows,
+                gate,
                 width,
-                TOP_K=ids.shape[1],
+                self.num_experts,
+                0 if rows is None else rows.stride(0),
+                0 if gate is None else gate.stride(0),
+                TOP_K=choice.ids.shape[1],
                 BLOCK=ADD_BLOCK,
                 num_warps=4,
             )
-        return out
 
 
-def in_order(x: Tensor, ids: Tensor, order: Tensor) -> Tensor:
-    """Lay x out for each pair in the order of its expert's columns.
+def laid_out_inputs(
+    x: Tensor, ids: Tensor, *, order: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Lay x out for each pair in the order of its expert's columns, or times its weight.
 
     Args:
         x: (num_tokens, in_features), or a row for each pair.
         ids: (num_tokens, top_k) int64, contiguous.
         order: (num_experts, in_features) int32.
+        weights: (num_tokens, top_k) float32, rounded to the type of x before they multiply.
 
     Returns:
         (num_pairs, in_features), dtype of x.
@@ -192,15 +199,17 @@ def in_order(x: Tensor, ids: Tensor, order: Tensor) -> Tensor:
     width = x.shape[1]
     out = x.new_empty(ids.numel(), width)
     with torch.cuda.device(x.get_device()):
-        order_inputs_kernel[ids.numel(), -(-width // ORDER_BLOCK)](
+        lay_out_inputs_kernel[ids.numel(), -(-width // INPUT_BLOCK)](
             out,
             x,
             ids,
             order,
+            None if weights is None else weights.contiguous(),
             width,
             x.stride(0),
+            0 if order is None else len(order),
             SHARE=ids.numel() // len(x),
-            BLOCK=ORDER_BLOCK,
+            BLOCK=INPUT_BLOCK,
             num_warps=4,
         )
     return out
@@ -227,7 +236,7 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
             f"{capability / 10}; supported: 8.0 and above"
         )
     made = (inner, down, stacked.activation, stacked.gated, up, stacked.is_part)
-    return ExpertMLPs(stacked.num_experts, *made)
+    return ExpertMLPs(stacked.num_experts, *made, stacked.weighs_inputs)
 
 
 def _prepare(linear: StackedLinear, num_experts: int, dtype: torch.dtype) -> GroupedLinear | None:

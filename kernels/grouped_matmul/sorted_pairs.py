@@ -14,6 +14,8 @@ from appliance.kernels.grouped_matmul.variant import CHUNK, choose_tile, most_bl
 if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
+COUNTS = 4096  # read together by a program of the sort
+
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
@@ -23,13 +25,25 @@ class SortedPairs:
         pairs: (blocks * rows of a block,) int32; negative is padding.
         experts: (blocks,) int32, of each block; negative is padding.
         tile: of the kernel that multiplies a block.
-        ids: (num_tokens, top_k) int64, the expert of each pair.
+        ids: (num_tokens, top_k) int64, the expert of each pair; outside of those that are here,
+            the pair is in no block.
     """
 
     pairs: Tensor
     experts: Tensor
     tile: MatmulTile
     ids: Tensor
+
+    @classmethod
+    def empty(cls, ids: Tensor, num_experts: int) -> SortedPairs:
+        """Take memory for as many blocks as these pairs can fill."""
+        tile = choose_tile(ids.numel(), num_experts)
+        blocks = most_blocks(ids.numel(), num_experts, tile.block_m)
+        pairs, experts = (
+            torch.empty(count, dtype=torch.int32, device=ids.device)
+            for count in (blocks * tile.block_m, blocks)
+        )
+        return cls(pairs, experts, tile, ids)
 
     @property
     def num_pairs(self) -> int:
@@ -39,28 +53,41 @@ class SortedPairs:
 
 def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
     """Sort a router's choice, (num_tokens, top_k) int64, by expert."""
-    num_pairs = ids.numel()
-    tile = choose_tile(num_pairs, num_experts)
-    blocks = most_blocks(num_pairs, num_experts, tile.block_m)
-
-    def empty(count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int32, device=ids.device)
-
-    counts, pairs, experts = empty(num_experts), empty(blocks * tile.block_m), empty(blocks)
-    ids = ids.contiguous()
+    rows = SortedPairs.empty(ids.contiguous(), num_experts)
+    counts = torch.empty((1, num_experts), dtype=torch.int32, device=ids.device)
     with torch.cuda.device(ids.get_device()):
-        count_kernel[(num_experts,)](counts, ids, num_pairs, CHUNK=CHUNK, num_warps=4)
+        count_kernel[(num_experts,)](counts, rows.ids, rows.num_pairs, CHUNK=CHUNK, num_warps=4)
+    sort_counted(rows, counts)
+    return rows
+
+
+def sort_counted(rows: SortedPairs, counts: Tensor) -> None:
+    """Write pairs and experts.
+
+    Args:
+        rows: with the expert of each pair.
+        counts: (parts, num_experts) int32, each expert's pairs in each part of all rows.
+    """
+    parts, num_experts = counts.shape
+    padded = max(2, 1 << (num_experts - 1).bit_length())
+    with torch.cuda.device(rows.ids.get_device()):
         sort_kernel[(num_experts,)](
-            pairs,
-            experts,
+            rows.pairs,
+            rows.experts,
             counts,
-            ids,
-            num_pairs,
-            blocks,
+            rows.ids,
+            parts,
+            rows.num_pairs,
+            len(rows.experts),
             num_experts,
-            EXPERTS=max(2, 1 << (num_experts - 1).bit_length()),
-            BLOCK_M=tile.block_m,
+            EXPERTS=padded,
+            PARTS=parts_at_once(parts, padded),
+            BLOCK_M=rows.tile.block_m,
             CHUNK=CHUNK,
             num_warps=4,
         )
-    return SortedPairs(pairs, experts, tile, ids)
+
+
+def parts_at_once(parts: int, experts: int) -> int:
+    """Return the parts whose counts a program of the sort reads together, a power of two."""
+    return 1 if parts == 1 else max(1, COUNTS // experts)

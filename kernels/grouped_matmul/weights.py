@@ -59,6 +59,7 @@ class StackedExperts:
         activation: with a gate if `gated`.
         up: only if gate and up read their inputs in different orders; then `inner` is gate alone.
         is_part: a router also chooses experts that are elsewhere.
+        weighs_inputs: the router's weights multiply what experts read, not what they say.
     """
 
     num_experts: int
@@ -68,6 +69,7 @@ class StackedExperts:
     gated: bool
     up: StackedLinear | None = None
     is_part: bool = False
+    weighs_inputs: bool = False
 
 
 def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:

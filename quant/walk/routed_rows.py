@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.model.experts import summed
 from appliance.quant.walk.block import observe_calls
 from appliance.quant.walk.stream import FLOAT
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.kernels.operations import Choice, Shared
     from appliance.model.layers import MLP
     from appliance.quant.walk.block import Moments, ObservedLinear
 
@@ -110,16 +112,18 @@ class RowsElsewhere:
     """
 
     nbytes = 0
+    weighs_inputs = False
 
     def __init__(self, answer: Callable[[range, Tensor, Tensor, Tensor], Tensor]) -> None:
         self._answer = answer
         self._next = 0
 
-    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """(num_tokens, hidden_size) -> the same shape, float32."""
+    def __call__(self, hidden: Tensor, choice: Choice, shared: Shared | None = None) -> Tensor:
+        """(num_tokens, hidden_size) -> the same shape and type."""
         tokens = range(self._next, self._next + len(hidden))
         self._next = tokens.stop
-        return self._answer(tokens, hidden, ids, weights)
+        sums = self._answer(tokens, hidden, choice.ids, choice.weights)
+        return summed(sums, shared, hidden.dtype)
 
 
 def nothing_yet() -> RowsElsewhere:

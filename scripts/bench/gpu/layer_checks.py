@@ -12,12 +12,17 @@ from appliance.kernels.activation import Activation
 from appliance.kernels.adapters import reference as reference_adapters
 from appliance.kernels.adapters.factors import OutputRun, StackedFactors, blocks_of
 from appliance.kernels.adapters.launch import add_adapters, plan_adapters
+from appliance.kernels.expert_routing import reference as reference_routing
+from appliance.kernels.expert_routing.launch import route
 from appliance.kernels.gated_activation.reference import gated_activation
 from appliance.kernels.grouped_matmul.launch import prepare_experts
+from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
+from appliance.kernels.operations import Choice
 from appliance.kernels.packed_matmul import launch as packed_launch
 from appliance.kernels.recurrence import reference as reference_recurrence
 from appliance.kernels.recurrence.launch import gated_delta, selective_scan
+from appliance.kernels.routing import Router, Scoring
 from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.rows.state_spans import StateSpans
 from appliance.kernels.weights.fp4 import Fp4Weight
@@ -34,6 +39,7 @@ from bench.gpu.kernel_checks import (
 from bench.gpu.rows import relative_error
 
 FORMATS = {"mxfp4": (torch.float8_e8m0fnu, 32), "nvfp4": (torch.float8_e4m3fn, 16)}
+ROUTER = Router(256, 8, Scoring.SIGMOID, selection_bias=True, num_groups=8, top_groups=4, scale=2.5)
 EXPERTS, HIDDEN, MIDDLE = 4, 256, 128  # rows of an expert are whole tiles
 
 
@@ -43,6 +49,8 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"packed_matmul {form} rows 5", partial(_fp4, device, form)
     for form, rows in (("int4", 1), ("int4", 90), ("mxfp4", 7)):
         yield f"grouped_matmul {form} rows {rows}", partial(_experts, device, form, rows)
+    for rows in (1, 64, 200):
+        yield f"expert_routing rows {rows}", partial(_routing, device, rows)
     yield "gated_delta", partial(_delta, device)
     yield "selective_scan", partial(_scan, device)
     for rows in (3, 200):
@@ -92,7 +100,22 @@ def _experts(device: torch.device, form: str, rows: int) -> tuple[float, float]:
     gate_up = torch.einsum("th,tkoh->tko", x.double(), inner[ids])
     middle = gated_activation(gate_up.flatten(0, 1), Activation.SILU).view(*ids.shape, -1)
     said = torch.einsum("tkm,tkom->tko", middle.double(), down[ids])
-    return relative_error(run(x, ids, shares), (said * shares[..., None]).sum(1)), PRODUCTS
+    return relative_error(run(x, Choice(ids, shares)), (said * shares[..., None]).sum(1)), PRODUCTS
+
+
+def _routing(device: torch.device, rows: int) -> tuple[float, float]:
+    """Check a choice among groups: its weights, or 1 if an expert or a block of pairs is wrong."""
+    logits = random_numbers(device, rows, ROUTER.num_experts).float()
+    bias = _uniform(device, ROUTER.num_experts)
+    found = route(logits, ROUTER, range(ROUTER.num_experts), bias)
+    expected = reference_routing.route(logits, ROUTER, range(ROUTER.num_experts), bias)
+    assert found.pairs is not None
+    pairs = sort_pairs(expected.ids, ROUTER.num_experts)
+    taken = pairs.experts >= 0
+    blocks = (one.pairs.view(len(taken), -1)[taken] for one in (found.pairs, pairs))
+    parts = ((found.ids, expected.ids), (found.pairs.experts, pairs.experts), tuple(blocks))
+    is_same = all(torch.equal(*both) for both in parts)
+    return relative_error(found.weights, expected.weights) if is_same else 1.0, 1e-5
 
 
 def _spans(device: torch.device) -> StateSpans:

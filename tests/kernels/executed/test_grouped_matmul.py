@@ -16,6 +16,7 @@ from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
+from appliance.kernels.operations import Choice, Shared
 from appliance.kernels.packed_matmul.tiled import TiledWeight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
@@ -206,8 +207,11 @@ def test_experts_of_every_form(form: str, dtype: torch.dtype, num_tokens: int) -
     hidden, weights = activations(num_tokens, 128, dtype), torch.rand(ids.shape)
     if form == "dense":
         stacked = rounded(stacked, dtype)
-    found, expected = prepared(hidden, ids, weights), expected_of(stacked, hidden, ids, weights)
-    assert found.dtype == FP32
+    found, expected = (
+        prepared(hidden, Choice(ids, weights)),
+        expected_of(stacked, hidden, ids, weights),
+    )
+    assert found.dtype == dtype
     bound = RELATIVE[dtype] * float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
@@ -229,7 +233,10 @@ def test_experts_in_the_blocks_of_a_file(form: str, num_tokens: int) -> None:
     assert isinstance(prepared.inner.weight, TiledWeight)
     ids = choice(num_tokens, 2, 3)
     hidden, weights = activations(num_tokens, 256, BF16), torch.rand(ids.shape)
-    found, expected = prepared(hidden, ids, weights), expected_of(stacked, hidden, ids, weights)
+    found, expected = (
+        prepared(hidden, Choice(ids, weights)),
+        expected_of(stacked, hidden, ids, weights),
+    )
     bound = RELATIVE[BF16] * float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
@@ -249,7 +256,7 @@ def test_each_expert_reads_its_inputs_in_an_order_of_its_own(form: str) -> None:
     assert prepared is not None
     ids = choice(9, 2, 5)
     hidden, weights = activations(9, 128, BF16), torch.rand(ids.shape)
-    found = prepared(hidden, ids, weights)
+    found = prepared(hidden, Choice(ids, weights))
     for token, (experts, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
         expected = torch.zeros(128, dtype=torch.float64)
         for expert, share in zip(experts, shares, strict=True):
@@ -285,7 +292,10 @@ def test_many_rows_of_an_expert_and_long_groups(form: str, num_tokens: int) -> N
     assert prepared is not None
     ids = choice(num_tokens, 2, 3)
     hidden, weights = activations(num_tokens, 256, BF16), torch.rand(ids.shape)
-    found, expected = prepared(hidden, ids, weights), expected_of(stacked, hidden, ids, weights)
+    found, expected = (
+        prepared(hidden, Choice(ids, weights)),
+        expected_of(stacked, hidden, ids, weights),
+    )
     bound = RELATIVE[BF16] * float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
@@ -305,9 +315,55 @@ def test_what_experts_do_between_their_linears(activation: Any, gated: bool, bia
     assert prepared is not None
     ids = choice(60, 3, 5)
     hidden, weights = activations(60, 128, FP16), torch.rand(ids.shape)
-    found, expected = prepared(hidden, ids, weights), expected_of(stacked, hidden, ids, weights)
+    found, expected = (
+        prepared(hidden, Choice(ids, weights)),
+        expected_of(stacked, hidden, ids, weights),
+    )
     bound = 2 * RELATIVE[FP16] * float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+
+
+# Of all experts or some, whose others are numbered on both sides of them; with what is shared.
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("is_part", "weighs_inputs", "gated"),
+    [(False, False, True), (True, False, None), (True, True, True), (False, True, False)],
+)
+def test_what_is_shared_is_added_before_the_sum_is_rounded(
+    is_part: bool, weighs_inputs: bool, gated: bool | None, dtype: torch.dtype
+) -> None:
+    stacked = rounded(layer("dense"), dtype)
+    prepared = prepare_experts(
+        replace(stacked, is_part=is_part, weighs_inputs=weighs_inputs), dtype
+    )
+    assert prepared is not None
+    ids = choice(9, 2, 5) + (torch.tensor([[-4, 0]]) if is_part else 0)
+    is_here = (ids >= 0) & (ids < 5)
+    assert bool(is_here.all()) is not is_part
+    random = torch.Generator().manual_seed(3)
+    weights = torch.rand(ids.shape, generator=random)
+    rows = torch.randn(9, 200, generator=random).to(dtype)[:, :128]  # not contiguous
+    gate = torch.randn(9, 4, generator=random)[:, 3:] * 30
+    hidden = activations(9, 128, dtype)
+    shared = None if gated is None else Shared(rows, gate if gated else None)
+    found = prepared(hidden, Choice(ids, weights), shared)
+    expected = torch.zeros(9, 128, dtype=torch.float64)
+    for place in range(2):
+        numbers, share = ids[:, place : place + 1].clamp(0, 4), weights[:, place, None]
+        read, ones = (hidden * share.to(dtype)).to(dtype), torch.ones(9, 1)
+        said = expected_of(stacked, read if weighs_inputs else hidden, numbers, ones)
+        expected += said * (1 if weighs_inputs else share.double()) * is_here[:, place, None]
+    if shared is not None:
+        expected += rows.double() * (gate.double().sigmoid() if gated else 1)
+    assert found.dtype == dtype
+    bound = RELATIVE[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+    # The sum is rounded once: beside it, a sum of what was rounded before is further off.
+    if dtype == BF16 and shared is not None:
+        alone = prepared(hidden, Choice(ids, weights))
+        twice = alone + (rows * gate.sigmoid() if gated else rows).to(dtype)
+        error, more = ((one.double() - expected).square().mean() for one in (found, twice))
+        assert error < more
 
 
 def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:
@@ -315,9 +371,9 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:
     assert prepared is not None
     ids, hidden = choice(8, 2, 5), activations(8, 128, BF16)
     weights = torch.rand(ids.shape)
-    whole = prepared(hidden, ids, weights)
+    whole = prepared(hidden, Choice(ids, weights))
     for rows in ([3], [5, 0], [7, 6, 1, 2]):
-        assert torch.equal(prepared(hidden[rows], ids[rows], weights[rows]), whole[rows])
+        assert torch.equal(prepared(hidden[rows], Choice(ids[rows], weights[rows])), whole[rows])
 
 
 def test_the_host_reads_nothing_back() -> None:
@@ -325,7 +381,7 @@ def test_the_host_reads_nothing_back() -> None:
     assert prepared is not None
     ids, hidden = choice(4, 2, 5), activations(4, 128, BF16)
     with Unread():  # type: ignore[no-untyped-call]
-        prepared(hidden, ids, torch.rand(ids.shape))
+        prepared(hidden, Choice(ids, torch.rand(ids.shape)))
         with pytest.raises(AssertionError, match="local_scalar_dense"):
             int(ids.max())
         with pytest.raises(AssertionError, match="nonzero"):

@@ -16,7 +16,8 @@ from support.kernels.compiled_kernels.signatures.packed_matmul import (
     ggml_case,
 )
 
-from appliance.kernels.grouped_matmul.launch import ADD_BLOCK, ORDER_BLOCK
+from appliance.kernels.grouped_matmul.launch import ADD_BLOCK, INPUT_BLOCK
+from appliance.kernels.grouped_matmul.sorted_pairs import parts_at_once
 from appliance.kernels.grouped_matmul.variant import (
     CHUNK,
     DENSE_BLOCK_K,
@@ -56,7 +57,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     if capability == MOST_COMPILED:
         yield from sort_signatures(TILES[0])
         yield add_signature()
+        yield add_signature(gated=True)
         yield order_signature()
+        yield weigh_signature()
 
 
 def grouped_signature(case: MatmulCase, tile: MatmulTile) -> KernelSignature:
@@ -125,24 +128,39 @@ def sort_signatures(tile: MatmulTile) -> Iterator[KernelSignature]:
             "pairs_ptr": "*i32",
             "experts_ptr": "*i32",
             **ids,
-            **dict.fromkeys(("num_blocks", "num_experts"), "i32"),
+            **dict.fromkeys(("num_parts", "num_blocks", "num_experts"), "i32"),
         },
-        constexprs={"EXPERTS": NUM_EXPERTS, "BLOCK_M": tile.block_m, "CHUNK": CHUNK},
+        constexprs={
+            "EXPERTS": NUM_EXPERTS,
+            "PARTS": parts_at_once(32, NUM_EXPERTS),
+            "BLOCK_M": tile.block_m,
+            "CHUNK": CHUNK,
+        },
         multiples_of_16=frozenset({"num_experts"}),
         num_warps=4,
         num_stages=1,
     )
 
 
-def add_signature() -> KernelSignature:
-    """How the weighted sum of the experts' outputs is compiled."""
+def add_signature(*, gated: bool = False) -> KernelSignature:
+    """How the weighted sum of the experts' outputs is compiled; `gated`: of some, and a shared one.
+
+    As a rank of Qwen3-Next has them.
+    """
+    types = {"out_ptr": "*bf16", "y_ptr": "*bf16", "weights_ptr": "*fp32"}
+    optional = {"ids_ptr": "*i64", "shared_ptr": "*bf16", "gate_ptr": "*fp32"}
+    sizes = ("width", "num_experts", "shared_stride", "gate_stride")
     return KernelSignature(
-        name=f"grouped_matmul {MODEL} sum bf16",
+        name=f"grouped_matmul {MODEL} sum {'of a part and a shared one ' if gated else ''}bf16",
         module=MODULE,
         function="add_experts_kernel",
-        types={"out_ptr": "*fp32", "y_ptr": "*bf16", "weights_ptr": "*fp32", "width": "i32"},
-        constexprs={"TOP_K": TOP_K, "BLOCK": ADD_BLOCK},
-        multiples_of_16=frozenset({"width"}),
+        types=types | (optional if gated else {}) | dict.fromkeys(sizes, "i32"),
+        constexprs={
+            "TOP_K": TOP_K,
+            "BLOCK": ADD_BLOCK,
+            **({} if gated else dict.fromkeys(optional)),
+        },
+        multiples_of_16=frozenset({"width", "shared_stride"}),
         num_warps=4,
         num_stages=1,
     )
@@ -150,13 +168,23 @@ def add_signature() -> KernelSignature:
 
 def order_signature() -> KernelSignature:
     """How the kernel that reorders inputs to an expert's columns is compiled."""
-    types = {"out_ptr": "*bf16", "x_ptr": "*bf16", "ids_ptr": "*i64", "order_ptr": "*i32"}
+    return _inputs_signature("order", {"order_ptr": "*i32"}, TOP_K)
+
+
+def weigh_signature() -> KernelSignature:
+    """How the kernel that weighs inputs is compiled, for one expert of a token."""
+    return _inputs_signature("weigh", {"weights_ptr": "*fp32"}, 1)
+
+
+def _inputs_signature(name: str, given: dict[str, str], share: int) -> KernelSignature:
+    types = {"out_ptr": "*bf16", "x_ptr": "*bf16", "ids_ptr": "*i64"} | given
+    optional = {"order_ptr", "weights_ptr"} - given.keys()
     return KernelSignature(
-        name=f"grouped_matmul {MODEL} order bf16",
+        name=f"grouped_matmul {MODEL} {name} bf16",
         module=MODULE,
-        function="order_inputs_kernel",
-        types=types | dict.fromkeys(("in_features", "x_stride"), "i32"),
-        constexprs={"SHARE": TOP_K, "BLOCK": ORDER_BLOCK},
+        function="lay_out_inputs_kernel",
+        types=types | dict.fromkeys(("in_features", "x_stride", "num_experts"), "i32"),
+        constexprs={"SHARE": share, "BLOCK": INPUT_BLOCK, **dict.fromkeys(optional)},
         multiples_of_16=frozenset({"in_features", "x_stride"}),
         num_warps=4,
         num_stages=1,

@@ -1,0 +1,155 @@
+"""Launches routing: one program routes and sorts the rows of a decode, many those of a prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from appliance.kernels.expert_routing import reference
+from appliance.kernels.expert_routing.kernel import route_kernel
+from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_counted
+from appliance.kernels.operations import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.routing import Router
+
+MOST_PLACES = 1024  # experts of a row, with the padding of their groups
+MOST_CHOSEN = 64  # experts of a row
+PROGRAM_ELEMENTS = 8192  # places of all rows that one program routes and sorts: 16 a thread
+SHARED_ELEMENTS = 2048  # places of a program's rows where there are many
+FEW_ROWS = (1, 4, 16, 32, 64)  # that a program is compiled for; other numbers take the next
+MAX_WARPS = 16
+WARP_ELEMENTS = 256
+
+
+def route(
+    logits: Tensor,
+    router: Router,
+    held: range,
+    selection_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+) -> Choice:
+    """See `reference.route`; the choice is sorted, and among equals the lowest number comes first.
+
+    Rows that one program can hold take one launch, others two. The reference chooses where no
+    program holds a row: among more than `MOST_PLACES` experts, or more than `MOST_CHOSEN` of them.
+
+    Args:
+        logits: as in the reference; rows may be longer in memory.
+    """
+    num_rows = len(logits)
+    if not num_rows or not covers(router):
+        return reference.route(logits, router, held, selection_bias, expert_scale)
+    assert logits.dtype == torch.float32, logits.dtype
+    assert logits.stride(1) == 1, logits.stride()
+    rows = rows_of_program(num_rows, router)
+    programs = -(-num_rows // rows)
+    shape, device = (num_rows, router.top_k), logits.device
+    ids = torch.empty(shape, dtype=torch.int64, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    pairs = SortedPairs.empty(ids, len(held))
+    counts = None
+    if programs > 1:
+        counts = torch.empty((programs, len(held)), dtype=torch.int32, device=device)
+    fixed = constexprs(router, held, rows, pairs.tile.block_m)
+    with torch.cuda.device(logits.get_device()):
+        route_kernel[(programs,)](
+            ids,
+            weights,
+            counts,
+            None if programs > 1 else pairs.pairs,
+            None if programs > 1 else pairs.experts,
+            logits,
+            selection_bias,
+            expert_scale,
+            num_rows,
+            len(pairs.experts),
+            logits.stride(0),
+            **fixed,
+            num_warps=num_warps(fixed),
+        )
+    if counts is not None:
+        sort_counted(pairs, counts)
+    return Choice(ids, weights, pairs)
+
+
+class RouteConstexprs(TypedDict):
+    """The compile-time arguments of `route_kernel`."""
+
+    NUM_EXPERTS: int
+    TOP_K: int
+    SCORING: str
+    RENORMALIZE: bool
+    EPSILON: float
+    SCALE: float
+    NUM_GROUPS: int
+    TOP_GROUPS: int
+    BEST_OF_GROUP: int
+    FIRST: int
+    NUM_HERE: int
+    BLOCK_M: int
+    ROWS: int
+    GROUPS: int
+    GROUP: int
+    SLOTS: int
+
+
+def covers(router: Router) -> bool:
+    """Return True if the kernel holds a row of this router."""
+    return places(router) <= MOST_PLACES and router.top_k <= MOST_CHOSEN
+
+
+def places(router: Router) -> int:
+    """Return the elements of a row: experts, with groups padded to powers of two."""
+    groups, group = _padded_groups(router)
+    return groups * group
+
+
+def rows_of_program(num_rows: int, router: Router) -> int:
+    """Return the rows of a program, a power of two."""
+    row = places(router)
+    few = next((rows for rows in FEW_ROWS if rows >= num_rows), None)
+    if few is not None and few * row <= PROGRAM_ELEMENTS:
+        return few
+    return max(1, SHARED_ELEMENTS // row)
+
+
+def constexprs(router: Router, held: range, rows: int, block_m: int) -> RouteConstexprs:
+    """Return the compile-time arguments of `route_kernel`."""
+    groups, group = _padded_groups(router)
+    return {
+        "NUM_EXPERTS": router.num_experts,
+        "TOP_K": router.top_k,
+        "SCORING": router.scoring.value,
+        "RENORMALIZE": router.renormalize,
+        "EPSILON": router.epsilon,
+        "SCALE": router.scale,
+        "NUM_GROUPS": router.num_groups,
+        "TOP_GROUPS": router.top_groups,
+        "BEST_OF_GROUP": router.best_of_group,
+        "FIRST": held.start,
+        "NUM_HERE": len(held),
+        "BLOCK_M": block_m,
+        "ROWS": rows,
+        "GROUPS": groups,
+        "GROUP": group,
+        "SLOTS": _power_of_two(router.top_k),
+    }
+
+
+def num_warps(fixed: RouteConstexprs) -> int:
+    elements = fixed["ROWS"] * fixed["GROUPS"] * fixed["GROUP"]
+    return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))
+
+
+def _padded_groups(router: Router) -> tuple[int, int]:
+    """Return groups, and experts of a group, both rounded up to powers of two."""
+    of_group = router.num_experts // router.num_groups
+    return _power_of_two(router.num_groups), _power_of_two(of_group)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
