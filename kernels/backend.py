@@ -66,6 +66,7 @@ REFERENCE = Backend(
     gated_delta=reference_recurrence.gated_delta,
     selective_scan=reference_recurrence.selective_scan,
     short_conv=reference_short_conv.short_conv,
+    router_logits=reference_routing.router_logits,
     route=reference_routing.route,
     plan_adapters=reference_adapters.plan_adapters,
     add_adapters=reference_adapters.add_adapters,
@@ -124,7 +125,7 @@ def triton_backend() -> Backend:
     """
     from appliance.kernels.adapters.launch import add_adapters, plan_adapters
     from appliance.kernels.attention.launch import paged_attention, plan_attention
-    from appliance.kernels.expert_routing.launch import route
+    from appliance.kernels.expert_routing.launch import route, router_logits
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
     from appliance.kernels.grouped_matmul.launch import prepare_experts
@@ -178,6 +179,7 @@ def triton_backend() -> Backend:
         gated_delta=gated_delta,
         selective_scan=selective_scan,
         short_conv=short_conv,
+        router_logits=router_logits,
         route=route,
         plan_adapters=plan_adapters,
         add_adapters=add_adapters,

@@ -280,6 +280,8 @@ class Backend:
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
     short_conv: ShortConvolution
+    # x (num_tokens, hidden_size), weight (num_outputs, hidden_size) float32, bias -> float32
+    router_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     route: Route
     # slots of the rows (num_tokens,) int32, number of slots -> once per step, for all layers
     plan_adapters: Callable[[Tensor, int], Any]

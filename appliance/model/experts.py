@@ -118,7 +118,8 @@ class Experts:
             A function that adds what is shared to the experts' sum, in the type of `hidden`; and
             the logits of the shared MLP's gate, if the router has its row.
         """
-        logits, gate = linear(routed.float(), self.router_weight, self.router_bias), None
+        logits = self.backend.router_logits(routed, self.router_weight, self.router_bias)
+        gate = None
         if self.has_gate_row:
             logits, gate = logits[:, :-1], logits[:, -1:]
         choice = self.backend.route(

@@ -1,9 +1,9 @@
 """Routing on the GPU: chooses the experts of some rows, and sorts the pairs if it has all rows.
 
-A program holds the scores of its rows in registers, an element for each expert. Groups of experts
-are padded to a power of two; places rise with the numbers of experts. Scores are compared as
-integers that order like them: among equals the lowest number comes first, and NaN before all, as
-`torch.topk` has it on a GPU.
+A program that chooses holds the scores of its rows in registers, an element for each expert. Groups
+of experts are padded to a power of two; places rise with the numbers of experts. Scores are
+compared as integers that order like them: among equals the lowest number comes first, and NaN
+before all, as `torch.topk` has it on a GPU.
 """
 
 import triton
@@ -16,6 +16,39 @@ NO_KEY: tl.constexpr = tl.constexpr(-2147483648)  # of no expert, and of one tha
 LOWEST_KEY: tl.constexpr = tl.constexpr(-2139095041)  # of -inf
 NAN_KEY: tl.constexpr = tl.constexpr(2147483647)
 FILL: tl.constexpr = tl.constexpr(1024)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def logits_kernel(
+    logits_ptr,  # (num_rows, num_outputs) float32
+    x_ptr,  # (num_rows, width), rows x_stride apart
+    weight_ptr,  # (num_outputs, width) float32
+    bias_ptr,  # (num_outputs,) float32, or None
+    num_rows,
+    num_outputs,
+    width,
+    x_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply ROWS rows by one row of the router's weight, in float32."""
+    i_output = tl.program_id(0)
+    o_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    b_read = tl.minimum(o_row, num_rows - 1).to(tl.int64)  # the last row stands in for none
+    b_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, width, BLOCK):
+        o_column = start + tl.arange(0, BLOCK)
+        b_mask = o_column < width
+        p_weight = weight_ptr + i_output.to(tl.int64) * width + o_column
+        b_weight = tl.load(p_weight, mask=b_mask, other=0.0)
+        p_x = x_ptr + b_read[:, None] * x_stride + o_column[None, :]
+        b_x = tl.load(p_x, mask=b_mask[None, :], other=0.0)
+        b_sum += b_x.to(tl.float32) * b_weight[None, :]
+    b_logit = tl.sum(b_sum, 1)
+    if bias_ptr is not None:
+        b_logit += tl.load(bias_ptr + i_output)
+    b_at = o_row.to(tl.int64) * num_outputs + i_output
+    tl.store(logits_ptr + b_at, b_logit, mask=o_row < num_rows)
 
 
 @triton.jit

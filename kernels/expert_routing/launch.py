@@ -1,4 +1,4 @@
-"""Launches routing: one program routes and sorts the rows of a decode, many those of a prompt."""
+"""Launches routing: one program chooses and sorts for the rows of a decode, many for a prompt's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from appliance.kernels.expert_routing import reference
-from appliance.kernels.expert_routing.kernel import route_kernel
+from appliance.kernels.expert_routing.kernel import logits_kernel, route_kernel
 from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_counted
 from appliance.kernels.operations import Choice
 
@@ -16,13 +16,46 @@ if TYPE_CHECKING:
 
     from appliance.kernels.routing import Router
 
+MULTIPLIED_ROWS = 16  # for the library are more: here each output's program reads all of them
+ROWS_AT_ONCE = 4  # that a program multiplies
+LOGITS_BLOCK = 1024  # of 4 warps: two 16-byte loads of the weight for each thread
+LOGITS_WARPS = 4
 MOST_PLACES = 1024  # experts of a row, with the padding of their groups
 MOST_CHOSEN = 64  # experts of a row
 PROGRAM_ELEMENTS = 8192  # places of all rows that one program routes and sorts: 16 a thread
 SHARED_ELEMENTS = 2048  # places of a program's rows where there are many
-FEW_ROWS = (1, 4, 16, 32, 64)  # that a program is compiled for; other numbers take the next
+FEW_ROWS = (1, 8)  # that a program is compiled for, beside as many as it can hold
+MOST_ROWS = 64
 MAX_WARPS = 16
 WARP_ELEMENTS = 256
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `reference.router_logits`; with few rows one launch, which reads x in its own type."""
+    num_rows, width = x.shape
+    if not 0 < num_rows <= MULTIPLIED_ROWS:
+        return reference.router_logits(x, weight, bias)
+    assert weight.dtype == torch.float32, weight.dtype
+    assert weight.is_contiguous()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    logits = torch.empty((num_rows, len(weight)), dtype=torch.float32, device=x.device)
+    rows = 1 if num_rows == 1 else ROWS_AT_ONCE
+    with torch.cuda.device(x.get_device()):
+        logits_kernel[(len(weight), -(-num_rows // rows))](
+            logits,
+            x,
+            weight,
+            bias,
+            num_rows,
+            len(weight),
+            width,
+            x.stride(0),
+            ROWS=rows,
+            BLOCK=LOGITS_BLOCK,
+            num_warps=LOGITS_WARPS,
+        )
+    return logits
 
 
 def route(
@@ -54,7 +87,7 @@ def route(
     counts = None
     if programs > 1:
         counts = torch.empty((programs, len(held)), dtype=torch.int32, device=device)
-    fixed = constexprs(router, held, rows, pairs.tile.block_m)
+    fixed = constexprs(router, held, rows, 0 if programs > 1 else pairs.tile.block_m)
     with torch.cuda.device(logits.get_device()):
         route_kernel[(programs,)](
             ids,
@@ -111,14 +144,14 @@ def places(router: Router) -> int:
 def rows_of_program(num_rows: int, router: Router) -> int:
     """Return the rows of a program, a power of two."""
     row = places(router)
-    few = next((rows for rows in FEW_ROWS if rows >= num_rows), None)
-    if few is not None and few * row <= PROGRAM_ELEMENTS:
-        return few
+    for rows in (*FEW_ROWS, min(MOST_ROWS, PROGRAM_ELEMENTS // row)):
+        if num_rows <= rows:
+            return rows
     return max(1, SHARED_ELEMENTS // row)
 
 
 def constexprs(router: Router, held: range, rows: int, block_m: int) -> RouteConstexprs:
-    """Return the compile-time arguments of `route_kernel`."""
+    """Return the compile-time arguments of `route_kernel`; `block_m` is 0 if it does not sort."""
     groups, group = _padded_groups(router)
     return {
         "NUM_EXPERTS": router.num_experts,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import linear
 
 from appliance.kernels.operations import Choice
 from appliance.kernels.routing import Scoring
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.routing import Router
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x (num_tokens, hidden_size) by weight (num_outputs, hidden_size) in float32."""
+    return linear(x.float(), weight, bias)
 
 
 def route(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from appliance.kernels.expert_routing import reference
-from appliance.kernels.expert_routing.launch import route, rows_of_program
+from appliance.kernels.expert_routing.launch import route, router_logits, rows_of_program
 from appliance.kernels.operations import Choice
 from appliance.kernels.routing import Router, Scoring
 
@@ -67,6 +67,24 @@ def check_sorted(choice: Choice, num_here: int) -> None:
         found += [(expert, pair) for pair in pairs]
     experts = enumerate(choice.ids.flatten().tolist())
     assert found == sorted((expert, pair) for pair, expert in experts if 0 <= expert < num_here)
+
+
+# Within what a program reads at once, and beyond; with rows for the kernel, and for the library.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
+@pytest.mark.parametrize(("width", "bias"), [(100, True), (2880, False)])
+def test_logits_are_those_of_float64(
+    width: int, bias: bool, num_rows: int, dtype: torch.dtype
+) -> None:
+    random = torch.Generator().manual_seed(width)
+    x = torch.randn(num_rows, width + 16, generator=random).to(dtype)[:, :width]
+    weight = torch.randn(9, width, generator=random)
+    shift = torch.randn(9, generator=random) if bias else None
+    found = router_logits(x, weight, shift)
+    expected = x.double() @ weight.double().T + (0 if shift is None else shift.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    assert router_logits(x[:0], weight, shift).shape == (0, 9)
 
 
 @pytest.mark.parametrize(("name", "num_rows"), SHAPES)
@@ -179,7 +197,8 @@ def test_the_reference_chooses_where_no_program_holds_a_row() -> None:
 
 def test_a_decode_is_one_program_and_a_prompt_many() -> None:
     qwen3, deepseek, nemotron = (ROUTERS[name] for name in ("qwen3", "deepseek-v3", "nemotron3"))
-    rows = [rows_of_program(count, qwen3) for count in (1, 2, 16, 17, 64, 65, 512)]
-    assert rows == [1, 4, 16, 32, 64, 16, 16]
-    assert [rows_of_program(count, deepseek) for count in (32, 33)] == [32, 8]
-    assert [rows_of_program(count, nemotron) for count in (16, 17)] == [16, 4]
+    assert [rows_of_program(count, qwen3) for count in (1, 2, 8, 9, 64)] == [1, 8, 8, 64, 64]
+    assert [rows_of_program(count, deepseek) for count in (1, 8, 9, 32)] == [1, 8, 32, 32]
+    assert [rows_of_program(count, nemotron) for count in (1, 8, 9, 16)] == [1, 8, 16, 16]
+    many = (65, qwen3), (512, qwen3), (33, deepseek), (17, nemotron)
+    assert [rows_of_program(*case) for case in many] == [16, 16, 8, 4]

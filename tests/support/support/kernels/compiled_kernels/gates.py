@@ -82,10 +82,11 @@ def without_wide_loads(table: Table) -> Collection[object]:
     """Kernels without two 16-byte loads, which keep memory busy; `others` need none."""
     # Exempt: int4, whose pages are smaller than what threads could load; kernels whose threads
     # expand few rows of adapters or scale a query, with one such load in all; kernels that gather
-    # the rows of tiles, or route, whose rows are hundreds of numbers.
+    # the rows of tiles, or choose experts by hundreds of numbers.
     others = re.compile(
         r"spans|kv_seal|token mask|attention prefill .* kv int4|grouped_matmul \w+ (count|sort)$"
-        r"|expert_routing|adapters \w+ expand .* rows 8$|latent_attention scale|packed_matmul rows"
+        r"|adapters \w+ expand .* rows 8$|latent_attention scale|packed_matmul rows"
+        r"|expert_routing \w+ rows"
     )
     return [
         key for key, found in table.items() if found["wide_loads"] < 2 and not others.match(key[0])

@@ -6,10 +6,18 @@ from collections.abc import Iterator
 
 from support.kernels.compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
-from appliance.kernels.expert_routing.launch import constexprs, num_warps, rows_of_program
+from appliance.kernels.expert_routing.launch import (
+    LOGITS_BLOCK,
+    LOGITS_WARPS,
+    ROWS_AT_ONCE,
+    constexprs,
+    num_warps,
+    rows_of_program,
+)
 from appliance.kernels.grouped_matmul.variant import choose_tile
 from appliance.kernels.routing import Router, Scoring
 
+MODULE = "appliance.kernels.expert_routing.kernel"
 QWEN3 = Router(128, 8)
 GPT_OSS = Router(32, 4, Scoring.SOFTMAX_OF_CHOSEN, bias=True)
 DEEPSEEK_V3 = Router(
@@ -31,6 +39,8 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     yield route_signature("deepseek_v3", DEEPSEEK_V3, 32)
     yield route_signature("nemotron_3", NEMOTRON_3, 16)
     if capability == MOST_COMPILED:
+        yield logits_signature("qwen3_30b_a3b", 1)
+        yield logits_signature("qwen3_30b_a3b", ROWS_AT_ONCE)
         yield route_signature("qwen3_30b_a3b", QWEN3, 1)
         yield route_signature("qwen3_30b_a3b", QWEN3, 64)
         yield route_signature("qwen3_30b_a3b", QWEN3, MANY_ROWS)
@@ -38,11 +48,27 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         yield route_signature("deepseek_v3", DEEPSEEK_V3, MANY_ROWS)
 
 
+def logits_signature(model: str, rows: int) -> KernelSignature:
+    """How `logits_kernel` is compiled for some rows at once."""
+    types = {"logits_ptr": "*fp32", "x_ptr": "*bf16", "weight_ptr": "*fp32"}
+    return KernelSignature(
+        name=f"expert_routing {model} logits bf16 rows {rows}",
+        module=MODULE,
+        function="logits_kernel",
+        types=types | dict.fromkeys(("num_rows", "num_outputs", "width", "x_stride"), "i32"),
+        constexprs={"bias_ptr": None, "ROWS": rows, "BLOCK": LOGITS_BLOCK},
+        multiples_of_16=frozenset({"num_outputs", "width", "x_stride"}),
+        num_warps=LOGITS_WARPS,
+        num_stages=3,
+    )
+
+
 def route_signature(model: str, router: Router, num_rows: int) -> KernelSignature:
     """How `route_kernel` is compiled for the rows of a step."""
     rows = rows_of_program(num_rows, router)
     tile = choose_tile(num_rows * router.top_k, router.num_experts)
-    fixed = constexprs(router, range(router.num_experts), rows, tile.block_m)
+    block_m = tile.block_m if rows >= num_rows else 0
+    fixed = constexprs(router, range(router.num_experts), rows, block_m)
     types = {"ids_ptr": "*i64", "weights_ptr": "*fp32", "logits_ptr": "*fp32"}
     sorts = {"pairs_ptr": "*i32", "experts_ptr": "*i32"}
     types |= sorts if rows >= num_rows else {"counts_ptr": "*i32"}
@@ -51,7 +77,7 @@ def route_signature(model: str, router: Router, num_rows: int) -> KernelSignatur
     optional = {"counts_ptr", "pairs_ptr", "experts_ptr", "bias_ptr", "scale_ptr"}
     return KernelSignature(
         name=f"expert_routing {model} rows {num_rows}",
-        module="appliance.kernels.expert_routing.kernel",
+        module=MODULE,
         function="route_kernel",
         types=types | dict.fromkeys(("num_rows", "num_blocks", "stride"), "i32"),
         constexprs={**fixed, **dict.fromkeys(optional - types.keys())},
