@@ -90,7 +90,7 @@ class RowTable(Linear, Protocol):
         ...
 
 
-class Choice(NamedTuple):
+class ChosenExperts(NamedTuple):
     """The experts that a router chose for each token."""
 
     ids: Tensor  # (num_tokens, top_k) int64, 0 is the first expert that is here
@@ -108,13 +108,13 @@ class Route(Protocol):
         held: range,
         selection_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
-    ) -> Choice:
+    ) -> ChosenExperts:
         """Choose; the arguments are described at `expert_routing.reference`."""
         ...
 
 
 class Shared(NamedTuple):
-    """What an MLP that all tokens pass through said, to add to the experts' sum."""
+    """Output of the MLP that all tokens pass through, to be added to the experts' sum."""
 
     rows: Tensor  # (num_tokens, hidden_size), in the type of activations
     gate: Tensor | None  # (num_tokens, 1) float32, the logit of a factor of each row
@@ -136,7 +136,7 @@ class RoutedMLPs(Protocol):
     def __call__(
         self,
         hidden: Tensor,  # (num_tokens, hidden_size)
-        choice: Choice,
+        choice: ChosenExperts,
         shared: Shared | None = None,
     ) -> Tensor:  # (num_tokens, hidden_size), dtype of hidden
         """Sum each token's weighted expert outputs and what is shared, in float32.

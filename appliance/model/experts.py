@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
-from appliance.kernels.operations import Choice, Shared
+from appliance.kernels.operations import ChosenExperts, Shared
 from appliance.kernels.weight_codes.order import TILE_N
 from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.weights.packed import PackedWeight
@@ -130,7 +130,7 @@ class Experts:
         chosen, out_of = self._begin(self.latent.into(hidden), choice), self.latent.out_of
         return lambda shared: summed(out_of(chosen(None)), shared, hidden.dtype), gate
 
-    def _begin(self, hidden: Tensor, choice: Choice) -> Callable[[Shared | None], Tensor]:
+    def _begin(self, hidden: Tensor, choice: ChosenExperts) -> Callable[[Shared | None], Tensor]:
         """Do the same for rows whose experts are chosen."""
         grouped, (ids, weights, _) = self.grouped, choice
         if isinstance(grouped, HostExperts):
@@ -182,7 +182,7 @@ class LatentRows:
 
 
 def _float_sums(grouped: RoutedMLPs, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return grouped(hidden, Choice(ids, weights)).float()
+    return grouped(hidden, ChosenExperts(ids, weights)).float()
 
 
 def _of_weighed(

@@ -9,7 +9,7 @@ import torch
 from appliance.kernels.expert_routing import reference
 from appliance.kernels.expert_routing.kernel import logits_kernel, route_kernel
 from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_counted
-from appliance.kernels.operations import Choice
+from appliance.kernels.operations import ChosenExperts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def route(
     held: range,
     selection_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
-) -> Choice:
+) -> ChosenExperts:
     """See `reference.route`; the choice is sorted, and among equals the lowest number comes first.
 
     Rows that one program can hold take one launch, others two. The reference chooses where no
@@ -106,7 +106,7 @@ def route(
         )
     if counts is not None:
         sort_counted(pairs, counts)
-    return Choice(ids, weights, pairs)
+    return ChosenExperts(ids, weights, pairs)
 
 
 class RouteConstexprs(TypedDict):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
-from appliance.kernels.operations import Choice
+from appliance.kernels.operations import ChosenExperts
 from appliance.kernels.routing import Scoring
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def route(
     held: range,
     selection_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
-) -> Choice:
+) -> ChosenExperts:
     """Choose experts; the choice is not sorted.
 
     Ties are broken as `torch.topk` breaks them on the device.
@@ -62,7 +62,7 @@ def route(
     weights = weights * router.scale
     if expert_scale is not None:
         weights = weights * expert_scale[ids]
-    return Choice(ids - held.start if held.start else ids, weights)
+    return ChosenExperts(ids - held.start if held.start else ids, weights)
 
 
 def _in_best_groups(choice: Tensor, router: Router) -> Tensor:

@@ -35,7 +35,7 @@ from appliance.kernels.weight_codes.order import TILE_N
 if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
     from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
-    from appliance.kernels.operations import Choice, Shared
+    from appliance.kernels.operations import ChosenExperts, Shared
 
 ADD_BLOCK = 1024
 INPUT_BLOCK = 2048
@@ -137,7 +137,9 @@ class ExpertMLPs:
         up = 0 if self.up is None else self.up.nbytes
         return self.inner.nbytes + up + self.down.nbytes
 
-    def __call__(self, hidden: Tensor, choice: Choice, shared: Shared | None = None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, choice: ChosenExperts, shared: Shared | None = None
+    ) -> Tensor:
         """See `RoutedMLPs`; a graph can capture it. A choice that is not sorted is sorted here."""
         out = hidden.new_empty(len(hidden), self.down.out_features)
         if not len(hidden):
@@ -156,7 +158,7 @@ class ExpertMLPs:
         self._add(out, self.down(middle, rows), choice, shared)
         return out
 
-    def _add(self, out: Tensor, said: Tensor, choice: Choice, shared: Shared | None) -> None:
+    def _add(self, out: Tensor, said: Tensor, choice: ChosenExperts, shared: Shared | None) -> None:
         rows, gate = (None, None) if shared is None else shared
         if rows is not None:
             assert rows.shape == out.shape, (rows.shape, out.shape)

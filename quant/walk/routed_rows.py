@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.operations import Choice, Shared
+    from appliance.kernels.operations import ChosenExperts, Shared
     from appliance.model.layers import MLP
     from appliance.quant.walk.block import Moments, ObservedLinear
 
@@ -118,7 +118,9 @@ class RowsElsewhere:
         self._answer = answer
         self._next = 0
 
-    def __call__(self, hidden: Tensor, choice: Choice, shared: Shared | None = None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, choice: ChosenExperts, shared: Shared | None = None
+    ) -> Tensor:
         """(num_tokens, hidden_size) -> the same shape and type."""
         tokens = range(self._next, self._next + len(hidden))
         self._next = tokens.stop

@@ -18,7 +18,7 @@ from appliance.kernels.gated_activation.reference import gated_activation
 from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
-from appliance.kernels.operations import Choice
+from appliance.kernels.operations import ChosenExperts
 from appliance.kernels.packed_matmul import launch as packed_launch
 from appliance.kernels.recurrence import reference as reference_recurrence
 from appliance.kernels.recurrence.launch import gated_delta, selective_scan
@@ -100,7 +100,9 @@ def _experts(device: torch.device, form: str, rows: int) -> tuple[float, float]:
     gate_up = torch.einsum("th,tkoh->tko", x.double(), inner[ids])
     middle = gated_activation(gate_up.flatten(0, 1), Activation.SILU).view(*ids.shape, -1)
     said = torch.einsum("tkm,tkom->tko", middle.double(), down[ids])
-    return relative_error(run(x, Choice(ids, shares)), (said * shares[..., None]).sum(1)), PRODUCTS
+    return relative_error(
+        run(x, ChosenExperts(ids, shares)), (said * shares[..., None]).sum(1)
+    ), PRODUCTS
 
 
 def _routing(device: torch.device, rows: int) -> tuple[float, float]:

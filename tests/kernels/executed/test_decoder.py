@@ -17,7 +17,7 @@ from appliance.gguf import read_header
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.cache.kv_format import KVFormat
-from appliance.kernels.operations import Choice
+from appliance.kernels.operations import ChosenExperts
 from appliance.kernels.routing import Router
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
@@ -179,7 +179,7 @@ def test_packed_experts_are_stacked_from_their_parts(form: str, gated: bool) -> 
         ]
     )
     bound = 2e-2 * float(expected.abs().max())
-    found = grouped(hidden, Choice(ids, weights))
+    found = grouped(hidden, ChosenExperts(ids, weights))
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=bound)
     dense = replace(experts[2], down=LinearPart(torch.randn(40, middle), None))
     assert stack_experts([*experts[:2], dense], spec) is None, "one launch has one packing"

@@ -5,7 +5,7 @@ import torch
 
 from appliance.kernels.expert_routing import reference
 from appliance.kernels.expert_routing.launch import route, router_logits, rows_of_program
-from appliance.kernels.operations import Choice
+from appliance.kernels.operations import ChosenExperts
 from appliance.kernels.routing import Router, Scoring
 
 SOFTMAX, SIGMOID, OF_CHOSEN = Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SOFTMAX_OF_CHOSEN
@@ -50,7 +50,7 @@ def tensors(
     )
 
 
-def check_sorted(choice: Choice, num_here: int) -> None:
+def check_sorted(choice: ChosenExperts, num_here: int) -> None:
     """Each pair stands in one block of its expert, those of an expert in order."""
     rows = choice.pairs
     assert rows is not None

@@ -16,7 +16,7 @@ from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
-from appliance.kernels.operations import Choice, Shared
+from appliance.kernels.operations import ChosenExperts, Shared
 from appliance.kernels.packed_matmul.tiled import TiledWeight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
@@ -208,7 +208,7 @@ def test_experts_of_every_form(form: str, dtype: torch.dtype, num_tokens: int) -
     if form == "dense":
         stacked = rounded(stacked, dtype)
     found, expected = (
-        prepared(hidden, Choice(ids, weights)),
+        prepared(hidden, ChosenExperts(ids, weights)),
         expected_of(stacked, hidden, ids, weights),
     )
     assert found.dtype == dtype
@@ -234,7 +234,7 @@ def test_experts_in_the_blocks_of_a_file(form: str, num_tokens: int) -> None:
     ids = choice(num_tokens, 2, 3)
     hidden, weights = activations(num_tokens, 256, BF16), torch.rand(ids.shape)
     found, expected = (
-        prepared(hidden, Choice(ids, weights)),
+        prepared(hidden, ChosenExperts(ids, weights)),
         expected_of(stacked, hidden, ids, weights),
     )
     bound = RELATIVE[BF16] * float(expected.abs().max())
@@ -256,7 +256,7 @@ def test_each_expert_reads_its_inputs_in_an_order_of_its_own(form: str) -> None:
     assert prepared is not None
     ids = choice(9, 2, 5)
     hidden, weights = activations(9, 128, BF16), torch.rand(ids.shape)
-    found = prepared(hidden, Choice(ids, weights))
+    found = prepared(hidden, ChosenExperts(ids, weights))
     for token, (experts, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
         expected = torch.zeros(128, dtype=torch.float64)
         for expert, share in zip(experts, shares, strict=True):
@@ -293,7 +293,7 @@ def test_many_rows_of_an_expert_and_long_groups(form: str, num_tokens: int) -> N
     ids = choice(num_tokens, 2, 3)
     hidden, weights = activations(num_tokens, 256, BF16), torch.rand(ids.shape)
     found, expected = (
-        prepared(hidden, Choice(ids, weights)),
+        prepared(hidden, ChosenExperts(ids, weights)),
         expected_of(stacked, hidden, ids, weights),
     )
     bound = RELATIVE[BF16] * float(expected.abs().max())
@@ -316,7 +316,7 @@ def test_what_experts_do_between_their_linears(activation: Any, gated: bool, bia
     ids = choice(60, 3, 5)
     hidden, weights = activations(60, 128, FP16), torch.rand(ids.shape)
     found, expected = (
-        prepared(hidden, Choice(ids, weights)),
+        prepared(hidden, ChosenExperts(ids, weights)),
         expected_of(stacked, hidden, ids, weights),
     )
     bound = 2 * RELATIVE[FP16] * float(expected.abs().max())
@@ -346,7 +346,7 @@ def test_what_is_shared_is_added_before_the_sum_is_rounded(
     gate = torch.randn(9, 4, generator=random)[:, 3:] * 30
     hidden = activations(9, 128, dtype)
     shared = None if gated is None else Shared(rows, gate if gated else None)
-    found = prepared(hidden, Choice(ids, weights), shared)
+    found = prepared(hidden, ChosenExperts(ids, weights), shared)
     expected = torch.zeros(9, 128, dtype=torch.float64)
     for place in range(2):
         numbers, share = ids[:, place : place + 1].clamp(0, 4), weights[:, place, None]
@@ -360,7 +360,7 @@ def test_what_is_shared_is_added_before_the_sum_is_rounded(
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
     # The sum is rounded once: beside it, a sum of what was rounded before is further off.
     if dtype == BF16 and shared is not None:
-        alone = prepared(hidden, Choice(ids, weights))
+        alone = prepared(hidden, ChosenExperts(ids, weights))
         twice = alone + (rows * gate.sigmoid() if gated else rows).to(dtype)
         error, more = ((one.double() - expected).square().mean() for one in (found, twice))
         assert error < more
@@ -371,9 +371,11 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:
     assert prepared is not None
     ids, hidden = choice(8, 2, 5), activations(8, 128, BF16)
     weights = torch.rand(ids.shape)
-    whole = prepared(hidden, Choice(ids, weights))
+    whole = prepared(hidden, ChosenExperts(ids, weights))
     for rows in ([3], [5, 0], [7, 6, 1, 2]):
-        assert torch.equal(prepared(hidden[rows], Choice(ids[rows], weights[rows])), whole[rows])
+        assert torch.equal(
+            prepared(hidden[rows], ChosenExperts(ids[rows], weights[rows])), whole[rows]
+        )
 
 
 def test_the_host_reads_nothing_back() -> None:
@@ -381,7 +383,7 @@ def test_the_host_reads_nothing_back() -> None:
     assert prepared is not None
     ids, hidden = choice(4, 2, 5), activations(4, 128, BF16)
     with Unread():  # type: ignore[no-untyped-call]
-        prepared(hidden, Choice(ids, torch.rand(ids.shape)))
+        prepared(hidden, ChosenExperts(ids, torch.rand(ids.shape)))
         with pytest.raises(AssertionError, match="local_scalar_dense"):
             int(ids.max())
         with pytest.raises(AssertionError, match="nonzero"):
