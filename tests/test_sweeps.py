@@ -13,8 +13,6 @@ from support.runs import sweeps
 from support.runs.sweeps import ROOT, code_of, digest, renew, unchanged
 
 ALL = [str(file) for file in sweeps.files()]
-EXECUTED = ROOT / "tests" / "kernels" / "executed"
-
 KERNEL_TEST = """
 from __future__ import annotations
 from typing import TYPE_CHECKING
@@ -130,12 +128,21 @@ def test_nothing_is_written_down_of_a_part(chosen: list[str]) -> None:
     assert sweeps.RECORD.read_bytes() == before
 
 
-def test_kernels_load_no_module_that_is_not_seen(tmp_path: Path) -> None:
-    file = EXECUTED / "test_adapters.py"
+@pytest.mark.parametrize(
+    ("name", "chosen", "sure"),
+    [
+        ("kernels/executed/test_adapters.py", "sm_", "kernels/adapters/kernel.py"),
+        ("model/test_packaged_models.py", "cpu_library and smollm2", "appliance/model/native.py"),
+    ],
+)
+def test_sweeps_load_no_module_that_is_not_seen(
+    name: str, chosen: str, sure: str, tmp_path: Path
+) -> None:
+    file = ROOT / "tests" / name
     loaded = tmp_path / "loaded.json"
     program = f"""
 import json, sys, pytest
-assert pytest.main(["-q", "-p", "no:cacheprovider", "-k", "sm_", {str(file)!r}]) == 0
+assert pytest.main(["-q", "-p", "no:cacheprovider", "-k", {chosen!r}, {str(file)!r}]) == 0
 files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
 json.dump(list(filter(None, files)), open({str(loaded)!r}, "w"))
 """
@@ -148,4 +155,4 @@ json.dump(list(filter(None, files)), open({str(loaded)!r}, "w"))
     }
     seen = {path.resolve() for path in code_of(file) | code_of(ROOT / "tests" / "conftest.py")}
     assert ours <= seen
-    assert ROOT / "kernels" in {path.parent.parent for path in ours if path.name == "kernel.py"}
+    assert ROOT / sure in ours
