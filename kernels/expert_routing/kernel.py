@@ -64,7 +64,7 @@ def value_of(b_key):
     return (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def route_kernel(
     ids_ptr,  # (num_rows, TOP_K) int64, from 0 on for the first expert that is here
     weights_ptr,  # (num_rows, TOP_K) float32

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 # The number of rows selects a step's matmul kernel: each kernel serves one of these numbers or a
 # larger one, see `packed_matmul.tiles`.
 KERNEL_ROWS = (8, 16, 32, 64, 128, 256, 512)
-EXPERT_ROWS = (1024, 2048, 4096)  # each expert has few of these; see `grouped_matmul.variant`
+# A kernel of its own routes one row, see `expert_routing.launch`; of many, each expert has few, see
+# `grouped_matmul.variant`.
+EXPERT_ROWS = (1, 1024, 2048, 4096)
 
 # Of graphs, without their shared workspace: a few megabytes each, plus the libraries'.
 GRAPH_SHARE = 0.02  # of the budget

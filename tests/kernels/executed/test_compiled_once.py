@@ -19,6 +19,8 @@ from ptx_machine.driver import TARGETS
 from support.engine.late_device import LateDevice
 from support.kernels.kernel_gpu import gpu
 from support.kernels.packed_weights import random_packed
+from support.models import model_families
+from support.models.causal_models import random_model
 from triton.runtime.jit import JITFunction
 
 from appliance.engine.blocks.block_manager import BlockManager
@@ -33,6 +35,7 @@ from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.kernels_ahead import compile_adapters
+from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating
@@ -45,6 +48,8 @@ from appliance.kernels.operations import Backend, Linear
 from appliance.kernels.weights.weight import Weight
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.adapters.torch_slots import TorchAdapterSlots
+from appliance.model.decoder import Decoder
+from appliance.model.experts import Experts
 from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
@@ -174,6 +179,29 @@ def test_all_is_compiled_ahead_at_load_and_nothing_while_requests_wait(
     assert {name for name, in_the_way in at_load if in_the_way} <= {"block_copy_kernel"}
     all_told = [("kernels", done, len(told)) for done in range(1, len(told) + 1)]
     assert told == all_told
+    assert compiled == at_load, compiled[len(at_load) :]
+
+
+@pytest.mark.compiled
+def test_kernels_of_experts_are_compiled_ahead_for_steps_of_any_size(
+    target: str, tmp_path: Path, compiled: list[tuple[str, bool]]
+) -> None:
+    sizes = model_families.SIZES | {"head_dim": 32, "vocab_size": 512, "num_hidden_layers": 2}
+    own = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    own |= {"shared_expert_intermediate_size": 64, "max_position_embeddings": 128}
+    settings: dict[str, Any] = sizes | own
+    random_model("qwen2_moe", **settings).save_pretrained(tmp_path)
+    with gpu(TARGETS[target], has_compiled=False) as machine:
+        machine.executes = False  # nobody looks at what is said
+        engine = engine_of(tmp_path, KVFormat.BF16, lambda *_: None)
+        at_load = list(compiled)
+        assert isinstance(engine.runner, ModelRunner)
+        experts = cast("Decoder", engine.runner.executor).layers[0].mlp
+        assert isinstance(experts, Experts)
+        for num_rows in (1, 2, 3, 7, 8, 9, 16, 17, 30, 33, 34):
+            row = torch.zeros(num_rows, 64, dtype=torch.bfloat16)
+            experts(row, row)
+    assert {"logits_kernel", "route_kernel", "add_experts_kernel"} < {name for name, _ in at_load}
     assert compiled == at_load, compiled[len(at_load) :]
 
 
