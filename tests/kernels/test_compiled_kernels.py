@@ -34,6 +34,9 @@ from support.kernels.compiled_kernels.gates import (
 )
 from support.kernels.compiled_kernels.signatures.paged_attention import IN_PARTS
 from support.kernels.compiled_kernels.table import (
+    ORDERS,
+    RESOURCES,
+    Kind,
     Table,
     every_signature,
     load,
@@ -76,14 +79,16 @@ def test_each_signature_has_a_row_and_each_row_a_signature(table: Table) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", [RESOURCES, ORDERS], ids=lambda kind: kind.name)
 def test_a_sample_that_is_compiled_is_as_stored_but_for_what_is_planted(
-    pytestconfig: pytest.Config, tmp_path: Path
+    pytestconfig: pytest.Config, tmp_path: Path, kind: Kind
 ) -> None:
     triton = version("triton")
-    table = dict(TABLES[triton])
-    one, *_ = sample(list(every_signature()), ONE_IN, seed_of_tree())
-    table[one] = {**table[one], "instructions": table[one]["instructions"] + 1}
-    save(tmp_path / "table.json", table, triton)
+    name = f"{kind.name}_triton_{triton}.json"
+    table = load(HERE / name)
+    one, *_ = sample(list(kind.signatures()), ONE_IN, seed_of_tree())
+    table[one] = {**table[one], "planted": 1}
+    save(tmp_path / name, table, triton)
 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(pytestconfig.rootpath / ".cache" / "triton")
@@ -93,7 +98,7 @@ def test_a_sample_that_is_compiled_is_as_stored_but_for_what_is_planted(
             sys.executable,
             "-m",
             "support.kernels.compiled_kernels",
-            tmp_path / "table.json",
+            tmp_path / name,
             "--check",
             str(ONE_IN),
         ],

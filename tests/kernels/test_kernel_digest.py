@@ -13,7 +13,7 @@ import pytest
 from support.kernels.compiled_kernels import digest as digests
 from support.kernels.compiled_kernels.digest import digest, sources
 from support.kernels.compiled_kernels.signature import KernelSignature
-from support.kernels.compiled_kernels.table import every_signature
+from support.kernels.compiled_kernels.table import ORDERS, every_signature
 from triton.runtime import jit
 
 CONSTANTS = '''
@@ -172,7 +172,8 @@ def test_the_architecture_triton_and_the_reader_change_it(
     assert digest(SIGNATURE, 89, "3.7.1") != before
     assert digest(SIGNATURE, 86, "3.7.2") != before
     assert digest(replace(SIGNATURE, name="other", loop_elements=8), 86, "3.7.1") == before
-    monkeypatch.setattr(digests, "reader_digest", lambda: "another reader")
+    assert digest(SIGNATURE, 86, "3.7.1", ORDERS.readers) != before
+    monkeypatch.setattr(digests, "reader_digest", lambda reader: f"another {reader}")
     assert digest(SIGNATURE, 86, "3.7.1") != before
 
 

@@ -1,7 +1,8 @@
-"""Compile kernels and write the resources that they use, or compare those with a table.
+"""Compile kernels and write a table of what they became, or compare that with the table.
 
     PYTHONPATH=tests/support .venv/bin/python -m support.kernels.compiled_kernels TABLE.json
 
+The table's name says of which kind it is, resources or orders (table.py).
 A process that interprets kernels (TRITON_INTERPRET=1) cannot compile them, so this runs in one of
 its own; `scripts/check_triton` starts it for each table.
 """
@@ -12,43 +13,54 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
 import triton
+from support.kernels.compiled_kernels.assemble import assemble_kernel
 from support.kernels.compiled_kernels.compile import compile_kernel
 from support.kernels.compiled_kernels.digest import digest
+from support.kernels.compiled_kernels.signature import KernelSignature
 from support.kernels.compiled_kernels.table import (
+    ORDERS,
+    RESOURCES,
     Key,
+    Kind,
     Table,
     dearer,
-    every_signature,
     load,
     save,
     stale,
 )
 from support.runs.turns import sample, seed_of_tree
 
+COMPILERS = {RESOURCES.name: compile_kernel, ORDERS.name: assemble_kernel}
 FEW = 40  # kernels that compile before other processes would have imported torch and triton
 
 
-def compile_rows(keys: list[Key]) -> Table:
+def kind_of(path: Path) -> Kind:
+    return next(kind for kind in (RESOURCES, ORDERS) if path.name.startswith(kind.name))
+
+
+def compile_rows(kind: Kind, keys: list[Key]) -> Table:
     """Compile the signatures of these rows; many of them use all cores."""
-    every = every_signature()
+    every = kind.signatures()
     wanted = [every[key] for key in keys]
     capabilities = [capability for _, capability in keys]
+    compiling: Callable[[KernelSignature, int], object] = COMPILERS[kind.name]
     if len(keys) < FEW:
-        results = list(map(compile_kernel, wanted, capabilities))
+        results = list(map(compiling, wanted, capabilities))
     else:
         # Starts fresh interpreters: a fork may hang once triton's threads have started.
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as workers:
-            results = list(workers.map(compile_kernel, wanted, capabilities, chunksize=4))
+            results = list(workers.map(compiling, wanted, capabilities, chunksize=4))
     return {
         key: {
-            "digest": digest(every[key], key[1], triton.__version__),
-            **json.loads(json.dumps(asdict(found))),  # lists for tuples, as JSON gives them
+            "digest": digest(every[key], key[1], triton.__version__, kind.readers),
+            **json.loads(json.dumps(found, default=asdict)),  # lists for tuples, as JSON gives them
         }
         for key, found in zip(keys, results, strict=True)
     }
@@ -56,17 +68,21 @@ def compile_rows(keys: list[Key]) -> Table:
 
 def update(path: Path, *, accept: bool) -> int:
     """Compile stale rows and write the table; without `accept`, keep rows that got far dearer."""
-    table = load(path)
-    wanted = stale(table, triton.__version__)
-    compiled = compile_rows(wanted)
+    table, kind = load(path), kind_of(path)
+    wanted = stale(table, triton.__version__, kind)
+    compiled = compile_rows(kind, wanted)
     refused = {
         key: ways
         for key, row in compiled.items()
-        if not accept and key in table and (ways := list(dearer(row, table[key])))
+        if kind is RESOURCES
+        and not accept
+        and key in table
+        and (ways := list(dearer(row, table[key])))
     }
     now = {**table, **{key: row for key, row in compiled.items() if key not in refused}}
-    save(path, {key: now[key] for key in every_signature() if key in now}, triton.__version__)
-    print(f"{path.name}: {len(wanted)} of {len(every_signature())} rows compiled")
+    every = kind.signatures()
+    save(path, {key: now[key] for key in every if key in now}, triton.__version__)
+    print(f"{path.name}: {len(wanted)} of {len(every)} rows compiled")
     for (name, capability), ways in refused.items():
         print(f"  {name}, {capability}: {', '.join(ways)}")
     if refused:
@@ -76,10 +92,10 @@ def update(path: Path, *, accept: bool) -> int:
 
 def check(path: Path, one_in: int) -> int:
     """Compile a sample of the rows that are not stale, and compare; write nothing."""
-    table = load(path)
-    old = set(stale(table, triton.__version__))
-    keys = sample([key for key in every_signature() if key not in old], one_in, seed_of_tree())
-    differing = [key for key, row in compile_rows(keys).items() if row != table[key]]
+    table, kind = load(path), kind_of(path)
+    old = set(stale(table, triton.__version__, kind))
+    keys = sample([key for key in kind.signatures() if key not in old], one_in, seed_of_tree())
+    differing = [key for key, row in compile_rows(kind, keys).items() if row != table[key]]
     print(f"{path.name}: {len(keys)} rows compiled, {len(old)} stale, {len(differing)} differ")
     for name, capability in differing:
         print(f"  {name}, {capability}")

@@ -31,8 +31,20 @@ _NOT_COMPILED = {"name", "module", "loop_elements"}
 _PLAIN = (bool, int, float, str, bytes, type(None), Enum)
 
 
-def digest(signature: KernelSignature, capability: int, triton: str) -> str:
-    """Return the digest of one row of a table that this version of triton makes."""
+def digest(
+    signature: KernelSignature,
+    capability: int,
+    triton: str,
+    readers: tuple[str, ...] = ("compile",),
+) -> str:
+    """Return the digest of one row of a table that this version of triton makes.
+
+    Args:
+        signature: of the row.
+        capability: of the row.
+        triton: the version.
+        readers: modules beside this one that read the machine code.
+    """
     kernel = getattr(importlib.import_module(signature.module), signature.function)
     parts: dict[str, object] = {
         field.name: _canonical(getattr(signature, field.name))
@@ -43,7 +55,7 @@ def digest(signature: KernelSignature, capability: int, triton: str) -> str:
         "capability": capability,
         "triton": triton,
         "sources": list(sources(kernel).values()),
-        "reader": reader_digest(),
+        "reader": "\n".join(map(reader_digest, readers)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -155,10 +167,9 @@ def _canonical(value: Any) -> object:
 
 
 @cache
-def reader_digest() -> str:
-    from support.kernels.compiled_kernels import compile as reader
-
-    tree = _tree(inspect.getsource(reader))
+def reader_digest(reader: str) -> str:
+    module = importlib.import_module(f"{__package__}.{reader}")
+    tree = _tree(inspect.getsource(module))
     imports = ast.Import | ast.ImportFrom | ast.If  # the last one imports for types alone
     tree.body = [node for node in tree.body if not isinstance(node, imports)]
     return ast.unparse(tree)

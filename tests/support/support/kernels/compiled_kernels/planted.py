@@ -43,6 +43,21 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     yield from matmul_signatures(capability)
 
 
+def order_signatures(capability: int) -> Iterator[KernelSignature]:
+    """Yield kernels that do before the wait for the kernel before what they may not."""
+    for fault in ("loads", "adds", "starts the next", "never waits"):
+        yield KernelSignature(
+            name=f"planted early: {fault}",
+            module="support.kernels.compiled_kernels.planted_early",
+            function="copy_kernel",
+            types={"out_ptr": "*i32", "x_ptr": "*i32"},
+            constexprs={"FAULT": fault, "EARLY": True},
+            multiples_of_16=frozenset(),
+            num_warps=1,
+            num_stages=1,
+        )
+
+
 def matmul_signatures(capability: int) -> Iterator[KernelSignature]:
     table = architecture(capability)
     assert table is not None

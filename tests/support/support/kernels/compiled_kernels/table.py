@@ -1,26 +1,37 @@
-"""A table of compiled kernels: a row for each signature and compute capability.
+"""Tables of compiled kernels: a row for each signature and compute capability.
 
-A row holds the digest of everything that it depends on. While that is unchanged, compiling again
-would give the same row, so only other rows are compiled, and a sample to check this.
+One holds the resources of every kernel, one the order of machine code where that matters, by every
+assembler. A row holds the digest of everything that it depends on. While that is unchanged,
+compiling again would give the same row, so only other rows are compiled, and a sample to check
+this.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from support.kernels.compiled_kernels import planted
-from support.kernels.compiled_kernels.digest import digest
-from support.kernels.compiled_kernels.signature import CAPABILITIES, KernelSignature
-from support.kernels.compiled_kernels.signatures import signatures
+from support.kernels.compiled_kernels.digest import digest, sources
+from support.kernels.compiled_kernels.signature import (
+    CAPABILITIES,
+    MOST_COMPILED,
+    KernelSignature,
+)
+from support.kernels.compiled_kernels.signatures import packed_matmul, signatures
+
+from appliance.kernels.gpu.target import LEAST_DEPENDENT
 
 Key = tuple[str, int]  # a signature's name, a compute capability
 Row = dict[str, Any]  # "digest", and the fields of compile.Resources
 Table = dict[Key, Row]
 
+WARPGROUPS = 90  # the compute capability whose products are asynchronous and read registers
 # By how much a row may exceed an older one without being accepted by hand.
 MOST_MORE = 0.1
 MOST_MORE_IN_LOOP = 0.05
@@ -35,6 +46,71 @@ def every_signature() -> dict[Key, KernelSignature]:
         for capability in CAPABILITIES
         for signature in source(capability)
     }
+
+
+@cache
+def every_ordered() -> dict[Key, KernelSignature]:
+    """Return the kernels whose order of machine code is judged, as they are launched.
+
+    These are all that may multiply by warpgroups, and all that start early.
+    """
+    found: dict[Key, KernelSignature] = {}
+    for capability in CAPABILITIES:
+        if capability < LEAST_DEPENDENT:
+            continue
+        # What has no tiles of its own for an architecture is compiled in all its forms.
+        of_most = (
+            each
+            for each in signatures(MOST_COMPILED)
+            if "EARLY" in each.constexprs and each.function != "packed_matmul_kernel"
+        )
+        here = (*signatures(capability), *packed_matmul.early_signatures(capability))
+        for signature in (*here, *of_most, *planted.order_signatures(capability)):
+            launched = as_launched(signature)
+            if is_early(launched) or (capability == WARPGROUPS and multiplies(launched)):
+                found[launched.name, capability] = launched
+    return found
+
+
+def as_launched(signature: KernelSignature) -> KernelSignature:
+    """Return a signature as GPUs launch it on which kernels start early."""
+    if is_early(signature) or "EARLY" not in signature.constexprs:
+        return signature
+    name, rows, count = signature.name.partition(" rows ")
+    return replace(
+        signature,
+        name=f"{name} early{rows}{count}",
+        constexprs={**signature.constexprs, "EARLY": True},
+    )
+
+
+def is_early(signature: KernelSignature) -> bool:
+    return bool(signature.constexprs.get("EARLY"))
+
+
+def multiplies(signature: KernelSignature) -> bool:
+    """Return True if a kernel, or a function that it calls, has a product for tensor cores."""
+    kernel = getattr(import_module(signature.module), signature.function)
+    return any("dot(" in text for text, _ in sources(kernel).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a table holds.
+
+    Attributes:
+        name: of its files, NAME_triton_VERSION.json.
+        signatures: of its rows.
+        readers: modules beside this one that make a row of machine code.
+    """
+
+    name: str
+    signatures: Callable[[], dict[Key, KernelSignature]]
+    readers: tuple[str, ...]
+
+
+RESOURCES = Kind("resources", every_signature, ("compile",))
+ORDERS = Kind("orders", every_ordered, ("compile", "listing", "order", "assemble"))
 
 
 def load(path: Path) -> Table:
@@ -56,12 +132,12 @@ def save(path: Path, table: Table, triton: str) -> None:
     path.write_text(f'{{\n "triton": "{triton}",\n "kernels": {{\n{text}\n }}\n}}\n')
 
 
-def stale(table: Table, triton: str) -> list[Key]:
+def stale(table: Table, triton: str, kind: Kind = RESOURCES) -> list[Key]:
     """Return the keys whose row is missing or was compiled from something else."""
     return [
         key
-        for key, signature in every_signature().items()
-        if table.get(key, {}).get("digest") != digest(signature, key[1], triton)
+        for key, signature in kind.signatures().items()
+        if table.get(key, {}).get("digest") != digest(signature, key[1], triton, kind.readers)
     ]
 
 

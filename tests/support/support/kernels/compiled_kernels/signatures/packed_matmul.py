@@ -23,6 +23,8 @@ from appliance.kernels.packed_matmul.variant import (
     ROWS_WARPS,
     constexprs_of,
     dequantize_constexprs,
+    may_fold,
+    product_group,
     rows_constexprs,
     takes_sums,
 )
@@ -86,6 +88,7 @@ OTHERS = (
     (QKV, MatmulCase(Codes.INT8, 128, Params.FP16_OFFSET)),
     (SMALL, INT4_SHORT),
 )
+MOST_ROWS = 512  # with more, tiles differ only in their rows, see `choose_tile`
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
@@ -126,6 +129,33 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         for name in ("Q4_K", "Q6_K", "IQ4_NL"):
             yield rows_signature(name, looked_up=True)
             yield rows_signature(name, looked_up=False)
+
+
+def early_signatures(capability: int) -> Iterator[KernelSignature]:
+    """Yield what the product can launch early on one architecture: each format with each tile."""
+    long = (INT4_ZERO, INT4_OFFSET, INT4_SYMMETRIC, INT8_LONG)
+    per_channel = tuple(MatmulCase(kind, 0, Params.NONE) for kind in (Codes.INT4, Codes.INT8))
+    weights = [
+        *((GATE_UP, case) for case in (*long, *per_channel, MXFP4, NVFP4)),
+        *((GATE_UP, replace(case, gated=True, bias=True)) for case in (INT4_OFFSET, NVFP4)),
+        *((DOWN, case) for case in (INT4_SHORT, INT8)),
+        *((DOWN, ggml_case(name)) for name in (*MOST_FILES, *OTHER_FILES)),
+        *OTHERS,
+    ]
+    for shape, case in weights:
+        for tile in chosen_tiles(case, capability):
+            yield matmul_signature(shape, case, tile, capability, early=True)
+    for group_size in (16, 32, 64, 128):
+        yield sums_signature(group_size, early=True)
+
+
+def chosen_tiles(case: MatmulCase, capability: int) -> list[MatmulTile]:
+    """Return the tiles that the product chooses for a weight, for all numbers of rows."""
+    group, folds = product_group(case.kind, case.group_size), may_fold(case.kind, case.group_size)
+    found = [
+        choose_tile(rows, capability, group, may_fold=folds) for rows in range(1, MOST_ROWS + 1)
+    ]
+    return distinct_tiles(tuple(dict.fromkeys(found)))
 
 
 def distinct_tiles(tiles: tuple[MatmulTile, ...]) -> list[MatmulTile]:
@@ -202,10 +232,10 @@ def matmul_signature(
     )
 
 
-def sums_signature(group_size: int) -> KernelSignature:
+def sums_signature(group_size: int, *, early: bool = False) -> KernelSignature:
     """How `group_sums_kernel` is compiled for BF16 activations."""
     return KernelSignature(
-        name=f"packed_matmul sums g{group_size} bf16",
+        name=f"packed_matmul sums g{group_size} bf16{' early' * early}",
         module=MODULE,
         function="group_sums_kernel",
         types={
@@ -221,7 +251,7 @@ def sums_signature(group_size: int) -> KernelSignature:
             "GROUP": group_size,
             "BLOCK_M": SUMS_BLOCK_M,
             "BLOCK_K": SUMS_BLOCK_K,
-            "EARLY": False,
+            "EARLY": early,
         },
         multiples_of_16=frozenset({"x_stride", "sums_stride", "in_features"}),
         num_warps=4,
