@@ -50,6 +50,38 @@ async def test_each_number_of_streams_is_measured(
         assert fact in text
 
 
+def test_a_card_has_a_row_to_post() -> None:
+    spread = {"median": 215.31, "min": 213.0, "max": 216.0}
+    level = {
+        "streams": 1,
+        "prompt_tokens_mean": 20,
+        "output_tokens_per_second": spread,
+        "decode_tokens_per_second_each": spread,
+        "first_token_ms": {"p50": 20, "p99": 21},
+        "between_tokens_ms": {"p50": 4.6, "p99": 4.7},
+    }
+    result = {
+        "version": "1.2",
+        "machine": {
+            "time": "now", "cpu": "a CPU", "cores": 16, "load_average": [0.0], "python": "3.12",
+            "packages": {"torch": "2.13.0"}, "gpu_driver": "580.65.06",
+        },
+        "model": {
+            "id": "llama-8b", "about": {"weights": "4 bits", "on": "NVIDIA GeForce RTX 4090"},
+        },
+        "load": {"repeats": 3, "max_tokens": 128},
+        "levels": [level],
+        "prefill": {
+            "prompt_tokens": 512, "tokens_per_second": spread, "first_token_ms": {"p50": 90},
+        },
+    }  # fmt: skip
+    row = "| RTX 4090 | llama-8b | 4 bits | 215.3 (213.0 to 216.0) |"
+    row += " appliance 1.2, driver 580.65.06, torch 2.13.0 |"
+    assert as_text(result).splitlines()[-1] == row
+    on_cpu = result | {"machine": {**result["machine"], "gpu_driver": "unknown"}}  # type: ignore[dict-item]
+    assert "To post" not in as_text(on_cpu)
+
+
 async def test_a_refusal_is_one_line(serve: Serve) -> None:
     async with serve(server={"api_key": KEY}) as running:
         result = await asyncio.to_thread(call, "--url", running.url)

@@ -56,7 +56,20 @@ def as_text(result: dict[str, Any]) -> str:
         f" {_range(prefill['tokens_per_second'])} tokens/s until the first token, which came after"
         f" {prefill['first_token_ms']['p50']:g} ms."
     )
-    return "\n".join(["```", *lines, "```", "", *table, "", last])
+    return "\n".join(["```", *lines, "```", "", *table, "", last, *_row_to_post(result)])
+
+
+def _row_to_post(result: dict[str, Any]) -> list[str]:
+    """Return a row for the table of cards in the documentation, if a GPU was measured."""
+    about, driver = result["model"]["about"], result["machine"].get("gpu_driver", "unknown")
+    card = about.get("on", "").removeprefix("NVIDIA ").removeprefix("GeForce ")
+    if driver == "unknown" or result["levels"][0]["streams"] != 1:
+        return []
+    speed = _range(result["levels"][0]["decode_tokens_per_second_each"])
+    packages = result["machine"]["packages"]
+    made = f"appliance {result['version']}, driver {driver}, torch {packages['torch']}"
+    cells = (card, result["model"]["id"], about.get("weights", ""), speed, made)
+    return ["", "To post, as a row of the measured cards:", "", f"| {' | '.join(cells)} |"]
 
 
 def _row(level: dict[str, Any]) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ async def _measure(
     from appliance.bench.report import machine_facts
     from appliance.bench.serving import LoadShape, measure
     from appliance.doctor.server_facts import ask_server
+    from appliance.engine.load.tuning import driver_version
 
     server = asked_server(url, config)
     machine = machine_facts()
@@ -91,7 +92,7 @@ async def _measure(
     return {
         "benchmark": "appliance bench",
         "version": facts.version or __version__,
-        "machine": machine,
+        "machine": machine | {"gpu_driver": driver_version()},
         "model": {
             "id": facts.models[0],
             "about": {words: labels[name] for name, words in _ABOUT.items() if labels.get(name)},

@@ -58,6 +58,6 @@ def fit(
     except CheckpointError as error:
         typer.echo(f"warning: {error}", err=True)
     if as_json:
-        typer.echo(json.dumps(as_data(found, place), indent=2))
+        typer.echo(json.dumps(as_data(found, place, name), indent=2))
     else:
         typer.echo(as_table(found, place, None if card is None else card.line(), name))

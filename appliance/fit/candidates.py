@@ -18,6 +18,7 @@ from appliance.engine.memory.experts.prediction import token_time
 from appliance.engine.memory.experts.split import LayerExperts
 from appliance.engine.memory.plan import plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.fit.published import expected_rate
 from appliance.model.encoder.source import EncoderSource
 from appliance.model.narrowed import narrowed
 
@@ -53,6 +54,7 @@ class FitRow:
         plan: of memory; None if it does not fit.
         refusal: why it does not fit, with the nearest that does.
         rate: upper bound of one stream's tokens/s, see `token_time`; None without a bandwidth.
+        expected: tokens/s that are expected on a GPU, see `expected_rate`; never measured.
     """
 
     weights: str
@@ -63,6 +65,7 @@ class FitRow:
     plan: MemoryPlan | None
     refusal: str = ""
     rate: float | None = None
+    expected: float | None = None
 
     @property
     def experts_on_cpu(self) -> int:
@@ -214,15 +217,12 @@ def _candidate(
         except MemoryPlanError as error:
             refusal = refusal or str(error)
             continue
+        rate = _rate(source, plan, asked, place, context)
+        expected = None
+        if rate is not None and place.is_gpu:
+            expected = expected_rate(rate, source.spec)
         return FitRow(
-            weights,
-            kv,
-            request.kv_format,
-            context,
-            streams,
-            plan,
-            refusal,
-            _rate(source, plan, asked, place, context),
+            weights, kv, request.kv_format, context, streams, plan, refusal, rate, expected
         )
     return FitRow(weights, kv, request.kv_format, wanted, streams, None, refusal)
 

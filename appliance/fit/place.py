@@ -25,12 +25,14 @@ class ModelPlace:
         bandwidth: GB/s; None if not measured.
         gpu_bytes: of a GPU that need not be here; None for this machine.
         how: source of the bandwidth.
+        is_gpu: a GPU's.
     """
 
     name: str
     bandwidth: float | None
     gpu_bytes: int | None = None
     how: str = ""
+    is_gpu: bool = False
 
 
 def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) -> ModelPlace:
@@ -47,7 +49,7 @@ def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) ->
         known = gpu_named(gpu)
         free = int(known.gib * GIB) - _CONTEXT_BYTES
         return ModelPlace(
-            f"{known.name}, {known.gib:g} GiB", known.bandwidth, free, "its maker's figure"
+            f"{known.name}, {known.gib:g} GiB", known.bandwidth, free, _STATED, is_gpu=True
         )
     import psutil
 
@@ -59,7 +61,7 @@ def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) ->
             bandwidth = gpu_named(name.removesuffix(" Laptop GPU")).bandwidth
         except ConfigError:  # it is not in the table
             bandwidth = None
-        return ModelPlace(name, bandwidth, None, _STATED)
+        return ModelPlace(name, bandwidth, None, _STATED, is_gpu=True)
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     if not measures:
         return ModelPlace("this machine's memory", None)

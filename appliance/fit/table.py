@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.memory.experts.streaming import HOST_GB_PER_SECOND
 from appliance.fit.candidates import AS_IT_IS, ROUNDED
+from appliance.fit.published import FORM, quotes_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +40,20 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
             f"tokens/s: at most, for one stream at half of the context: {place.bandwidth:,.0f} GB/s"
             f" ({place.how.partition(';')[0]}) over the bytes that a step reads."
         )
+    numbered = [(number, one.expected) for number, one in enumerate(found, 1)]
+    number, expected = next((one for one in numbered if one[1] is not None), (0, None))
+    if expected is not None:
+        lines.append(
+            f"expected, not measured: {expected:,.0f} tokens/s in row {number}, by the same bytes"
+            " and 2 µs for each kernel of a step."
+        )
+    if place.is_gpu:
+        lines += [
+            f"quoted, not ours: {one.model} {one.weights}, {one.engine}: {one.tokens} tokens/s of"
+            f" one stream ({one.source})"
+            for one in quotes_for(place.name, title)
+        ]
+        lines.append(FORM)
     lines.append(
         "memory: weights, KV cache, the largest step, and the engine's process. quality: mean KL"
         " divergence of the KV cache on SmolLM2-135M; other models differ."
@@ -65,9 +81,10 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     return "\n".join(lines)
 
 
-def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
+def as_data(found: Sequence[FitRow], place: ModelPlace, title: str) -> dict[str, Any]:
     return {
         "place": {"name": place.name, "gb_per_second": place.bandwidth, "how": place.how},
+        "quoted": [asdict(one) for one in quotes_for(place.name, title)] if place.is_gpu else [],
         "candidates": [
             {
                 "weights": one.weights,
@@ -80,6 +97,9 @@ def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
                 "experts_on_cpu": one.experts_on_cpu,
                 "refusal": one.refusal,
                 "tokens_per_second_at_most": None if one.rate is None else round(one.rate, 1),
+                "tokens_per_second_expected": None
+                if one.expected is None
+                else round(one.expected, 1),
                 "bytes": None
                 if one.plan is None
                 else {

@@ -20,6 +20,7 @@ from appliance.engine.memory.plan import plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.fit.candidates import candidates
 from appliance.fit.place import ModelPlace, place_of
+from appliance.fit.published import quotes_for
 from appliance.fit.table import as_data, as_table
 from appliance.model.narrowed import narrowed
 from appliance.model.source import open_model
@@ -127,7 +128,7 @@ def test_a_gpu_that_is_not_here(dense: Path) -> None:
     text = as_table(on_8_gib, HERE, "mean KLD 0.1", "eight")
     assert "does not fit" in text
     assert "appliance quantize makes them" in text
-    assert json.dumps(as_data(on_8_gib, HERE))
+    assert json.dumps(as_data(on_8_gib, HERE, "eight"))
 
 
 def test_rounding_while_loading_is_offered_with_the_plan_of_serve(dense: Path) -> None:
@@ -146,7 +147,9 @@ def test_rounding_while_loading_is_offered_with_the_plan_of_serve(dense: Path) -
                 plan_memory(request)
         else:
             assert row.plan.weight_bytes == plan_memory(request).weight_bytes
-    data = {one["weights"]: one["weight_bits"] for one in as_data(found, HERE)["candidates"]}
+    data = {
+        one["weights"]: one["weight_bits"] for one in as_data(found, HERE, "eight")["candidates"]
+    }
     assert data["--weight-bits 4"] == 4
     assert data["int4"] is None
     assert "serve rounds the weights to that while it loads" in as_table(found, HERE, None, "x")
@@ -188,7 +191,7 @@ def test_a_card_that_is_too_small_leaves_experts_in_host_memory(tmp_path: Path) 
     text = as_table(found, HERE, None, "routed")
     assert "as it is, 1 on the CPU" in text
     assert "40 GB/s are assumed" in text
-    assert 1 in [one["experts_on_cpu"] for one in as_data(found, HERE)["candidates"]]
+    assert 1 in [one["experts_on_cpu"] for one in as_data(found, HERE, "eight")["candidates"]]
 
 
 def test_more_at_once_takes_more_memory_and_a_shorter_context_is_found(dense: Path) -> None:
@@ -205,3 +208,37 @@ def test_more_at_once_takes_more_memory_and_a_shorter_context_is_found(dense: Pa
     assert all("Nearest settings" in one.refusal for one in shorter)
     with pytest.raises(ConfigError, match="2,048 tokens"):
         candidates(source, EngineConfig(), place, context_length=4096)
+
+
+def test_a_card_shows_what_is_expected_and_what_others_published(tiny_llama: Path) -> None:
+    """By hand: 936 GB/s and 2 us for each of 8 kernels of a layer."""
+    source = open_model(tiny_llama)
+    place = ModelPlace("RTX 3090, 24 GiB", 936.0, 24 << 30, is_gpu=True)
+    found = candidates(source, EngineConfig(device="cpu"), place)
+    (row, *_) = (one for one in found if one.rate is not None)
+    assert row.rate is not None
+    assert row.expected == pytest.approx(
+        1 / (1 / row.rate + 8 * len(source.spec.layers) * 2e-6), rel=1e-9
+    )
+    text = as_table(found, place, None, "Qwen3.6-27B-Q4_K_M.gguf")
+    assert "expected, not measured: " in text
+    assert "quoted, not ours: Qwen3.6-27B Q4_K_M, llama.cpp: 20-21.6 tokens/s" in text
+    assert "appliance bench MODEL" in text
+    data = as_data(found, place, "Qwen3.6-27B-Q4_K_M.gguf")
+    assert [one["source"] for one in data["quoted"]] == ["calebcoffie", "club-3090", "syv-ai"]
+    here = as_table(candidates(source, EngineConfig(device="cpu"), HERE), HERE, None, "x")
+    assert "expected" not in here
+    assert "quoted" not in here
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "count"),
+    [
+        ("NVIDIA GeForce RTX 5090", "Qwen3.6-35B-A3B-NVFP4", 2),
+        ("RTX 4090, 24 GiB", "meta-llama/Llama-3.1-8B-Instruct", 2),
+        ("RTX 4090", "Qwen3-4B", 0),
+        ("RTX 3060", "Qwen3.6-27B", 0),
+    ],
+)
+def test_quotes_are_found_by_card_and_model(card: str, model: str, count: int) -> None:
+    assert len(quotes_for(card, model)) == count

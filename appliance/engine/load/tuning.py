@@ -51,7 +51,7 @@ class Circumstances:
     @classmethod
     def of(cls, card: str) -> Circumstances:
         """Return those of a card and of this installation."""
-        return cls(card, _driver(), _version("torch"), _version("triton"), __version__)
+        return cls(card, driver_version(), _version("torch"), _version("triton"), __version__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def _path(card: str, folder: Path) -> Path:
     return folder / (re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") + ".json")
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """Return the driver's version as it says itself; under WSL it does not."""
     try:
         first = DRIVER.read_text().partition("\n")[0]

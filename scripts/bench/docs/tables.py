@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -19,8 +20,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from appliance.config.reference import settings_reference
+from appliance.engine.memory.experts.prediction import gpu_named, token_time
+from appliance.engine.memory.experts.split import ExpertsOnHost
+from appliance.fit.published import QUOTES, expected_rate
+from appliance.model.tensors import Role
+from appliance.quant.formats.scheme import WeightScheme
 from bench.lib.conditions import ROOT
+from bench.lib.model_shapes import LLAMA_3_8B, QWEN_30B_A3B, QWEN_36_35B_A3B
+from bench.lib.synthetic import Schemes, synthetic_model
 
 DOCS = ROOT / "appliance" / "docs"
 RESULTS = ROOT / "scripts" / "bench" / "results"
@@ -33,6 +43,11 @@ SERVERS = {
     "vllm-bf16": "vLLM (CPU build), bf16",
     "transformers-bf16": "transformers serve, bf16",
 }
+EXPECTED = {
+    "Llama-3.1-8B": LLAMA_3_8B,
+    "Qwen3.6-35B-A3B": QWEN_36_35B_A3B | {"num_hidden_layers": 40, "vocab_size": 248320},
+    "Qwen3-Coder-30B-A3B": QWEN_30B_A3B | {"num_hidden_layers": 48, "vocab_size": 151936},
+}  # of their whole configs
 METHODS = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ and GPTQ"}
 
 
@@ -254,7 +269,35 @@ def held_row(row: dict[str, Any], layers: int | None) -> list[str]:
     ]  # fmt: skip
 
 
+def expected() -> str:
+    """Lay speeds that others published beside what is expected of ours."""
+    head = ["card", "model, one stream without drafts", "expected of ours", "quoted", "by"]
+    rows = []
+    for quote in QUOTES:
+        most = gpu_named(quote.card).bandwidth
+        shape = next((one for one in EXPECTED if quote.model.startswith(one)), None)
+        ours = "" if shape is None else f"{_expected_of(EXPECTED[shape], most):,.0f}"
+        by = f"{quote.engine}, {quote.weights}; {quote.source}"
+        rows.append([quote.card, quote.model, ours, quote.tokens, by])
+    return table(head, rows)
+
+
+def _expected_of(config: dict[str, Any], gb_per_second: float) -> float:
+    """Return the tokens/s expected with 4 bits in groups of 128, and a head of 8."""
+    four, eight = (WeightScheme(bits, 128, symmetric=False) for bits in (4, 8))
+    schemes = Schemes(four, eight)
+    source = synthetic_model(Path(), config, schemes, torch.device("cpu"))
+    size = sum(
+        math.prod(slot.shape) * (16 if (scheme := schemes.of(slot)) is None else scheme.bits + 0.25)
+        for slot in source.slots()
+        if slot.role is not Role.EMBEDDING
+    )
+    time = token_time(source, int(size / 8), 0.0, ExpertsOnHost(), gb_per_second)
+    return expected_rate(time.per_second, source.spec)
+
+
 MAKERS = {
+    "expected": expected,
     "peers": peers,
     "held-types": held_types,
     "quantize": quantize,
