@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from appliance.kernels.expert_routing import reference
 from appliance.kernels.expert_routing.kernel import logits_kernel, route_kernel
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_counted
 from appliance.kernels.operations import ChosenExperts
 
@@ -28,6 +30,8 @@ FEW_ROWS = (1, 8)  # that a program is compiled for, beside as many as it can ho
 MOST_ROWS = 64
 MAX_WARPS = 16
 WARP_ELEMENTS = 256
+_launch_logits = Launcher(logits_kernel)
+_launch_route = Launcher(route_kernel)
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,20 +45,10 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
     logits = torch.empty((num_rows, len(weight)), dtype=torch.float32, device=x.device)
     rows = 1 if num_rows == 1 else ROWS_AT_ONCE
-    with torch.cuda.device(x.get_device()):
-        logits_kernel[(len(weight), -(-num_rows // rows))](
-            logits,
-            x,
-            weight,
-            bias,
-            num_rows,
-            len(weight),
-            width,
-            x.stride(0),
-            ROWS=rows,
-            BLOCK=LOGITS_BLOCK,
-            num_warps=LOGITS_WARPS,
-        )
+    arguments = (logits, x, weight, bias, num_rows, len(weight), width, x.stride(0))
+    options = {"ROWS": rows, "BLOCK": LOGITS_BLOCK, "num_warps": LOGITS_WARPS}
+    with device_of(x):
+        _launch_logits((len(weight), -(-num_rows // rows)), arguments, options)
     return logits
 
 
@@ -87,26 +81,32 @@ def route(
     counts = None
     if programs > 1:
         counts = torch.empty((programs, len(held)), dtype=torch.int32, device=device)
-    fixed = constexprs(router, held, rows, 0 if programs > 1 else pairs.tile.block_m)
-    with torch.cuda.device(logits.get_device()):
-        route_kernel[(programs,)](
-            ids,
-            weights,
-            counts,
-            None if programs > 1 else pairs.pairs,
-            None if programs > 1 else pairs.experts,
-            logits,
-            selection_bias,
-            expert_scale,
-            num_rows,
-            len(pairs.experts),
-            logits.stride(0),
-            **fixed,
-            num_warps=num_warps(fixed),
-        )
+    is_sorted = counts is None
+    arguments = (
+        ids,
+        weights,
+        counts,
+        pairs.pairs if is_sorted else None,
+        pairs.experts if is_sorted else None,
+        logits,
+        selection_bias,
+        expert_scale,
+        num_rows,
+        len(pairs.experts),
+        logits.stride(0),
+    )
+    options = _options(router, held, rows, pairs.tile.block_m if is_sorted else 0)
+    with device_of(logits):
+        _launch_route((programs,), arguments, options)
     if counts is not None:
         sort_counted(pairs, counts)
     return ChosenExperts(ids, weights, pairs)
+
+
+@cache
+def _options(router: Router, held: range, rows: int, block_m: int) -> dict[str, Any]:
+    fixed = constexprs(router, held, rows, block_m)
+    return {**fixed, "num_warps": num_warps(fixed)}
 
 
 class RouteConstexprs(TypedDict):

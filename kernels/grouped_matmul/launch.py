@@ -12,6 +12,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.gated_activation.reference import activated
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import target_of
 from appliance.kernels.grouped_matmul.kernel import (
     add_experts_kernel,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 ADD_BLOCK = 1024
 INPUT_BLOCK = 2048
+_launch_grouped = Launcher(grouped_matmul_kernel)
+_launch_sum = Launcher(add_experts_kernel)
+_launch_inputs = Launcher(lay_out_inputs_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ class GroupedLinear:
             weight, tile, x.shape[1], asm=not target_of(x.device).is_interpreted
         )
         grid = (len(rows.experts), -(-self.out_features // tile.block_n))
-        with torch.cuda.device(x.get_device()):
+        options = {"SHARE": rows.num_pairs // len(x), **fixed, **launch_options(tile)}
+        with device_of(x):
             sums = None
             if (
                 isinstance(weight, TiledWeight)
@@ -97,7 +102,7 @@ class GroupedLinear:
                 and weight.group_size >= weight.order.tile_k  # shorter ones take products with ones
             ):
                 sums = group_sums(weight, x, len(x))
-            grouped_matmul_kernel[grid](
+            arguments = (
                 out,
                 x,
                 rows.pairs,
@@ -111,10 +116,8 @@ class GroupedLinear:
                 None if sums is None else sums.shape[1],
                 self.expert_rows // TILE_N,
                 blocks_k,
-                SHARE=rows.num_pairs // len(x),
-                **fixed,
-                **launch_options(tile),
             )
+            _launch_grouped(grid, arguments, options)
         return out
 
 
@@ -164,22 +167,21 @@ class ExpertMLPs:
             assert rows.shape == out.shape, (rows.shape, out.shape)
             assert rows.stride(1) == 1, rows.stride()
         width = out.shape[1]
-        with torch.cuda.device(out.get_device()):
-            add_experts_kernel[(len(out), -(-width // ADD_BLOCK))](
-                out,
-                said,
-                None if self.weighs_inputs else choice.weights.contiguous(),
-                choice.ids.contiguous() if self.is_part else None,
-                rows,
-                gate,
-                width,
-                self.num_experts,
-                0 if rows is None else rows.stride(0),
-                0 if gate is None else gate.stride(0),
-                TOP_K=choice.ids.shape[1],
-                BLOCK=ADD_BLOCK,
-                num_warps=4,
-            )
+        arguments = (
+            out,
+            said,
+            None if self.weighs_inputs else choice.weights.contiguous(),
+            choice.ids.contiguous() if self.is_part else None,
+            rows,
+            gate,
+            width,
+            self.num_experts,
+            0 if rows is None else rows.stride(0),
+            0 if gate is None else gate.stride(0),
+        )
+        options = {"TOP_K": choice.ids.shape[1], "BLOCK": ADD_BLOCK, "num_warps": 4}
+        with device_of(out):
+            _launch_sum((len(out), -(-width // ADD_BLOCK)), arguments, options)
 
 
 def laid_out_inputs(
@@ -200,20 +202,19 @@ def laid_out_inputs(
         x = x.contiguous()
     width = x.shape[1]
     out = x.new_empty(ids.numel(), width)
-    with torch.cuda.device(x.get_device()):
-        lay_out_inputs_kernel[ids.numel(), -(-width // INPUT_BLOCK)](
-            out,
-            x,
-            ids,
-            order,
-            None if weights is None else weights.contiguous(),
-            width,
-            x.stride(0),
-            0 if order is None else len(order),
-            SHARE=ids.numel() // len(x),
-            BLOCK=INPUT_BLOCK,
-            num_warps=4,
-        )
+    arguments = (
+        out,
+        x,
+        ids,
+        order,
+        None if weights is None else weights.contiguous(),
+        width,
+        x.stride(0),
+        0 if order is None else len(order),
+    )
+    options = {"SHARE": ids.numel() // len(x), "BLOCK": INPUT_BLOCK, "num_warps": 4}
+    with device_of(x):
+        _launch_inputs((ids.numel(), -(-width // INPUT_BLOCK)), arguments, options)
     return out
 
 

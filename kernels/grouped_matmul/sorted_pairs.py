@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.grouped_matmul.kernel import count_kernel, sort_kernel
 from appliance.kernels.grouped_matmul.variant import CHUNK, choose_tile, most_blocks
 
 if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
+_launch_count = Launcher(count_kernel)
+_launch_sort = Launcher(sort_kernel)
 COUNTS = 4096  # read together by a program of the sort
 
 
@@ -55,8 +58,9 @@ def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
     """Sort a router's choice, (num_tokens, top_k) int64, by expert."""
     rows = SortedPairs.empty(ids.contiguous(), num_experts)
     counts = torch.empty((1, num_experts), dtype=torch.int32, device=ids.device)
-    with torch.cuda.device(ids.get_device()):
-        count_kernel[(num_experts,)](counts, rows.ids, rows.num_pairs, CHUNK=CHUNK, num_warps=4)
+    with device_of(ids):
+        arguments = (counts, rows.ids, rows.num_pairs)
+        _launch_count((num_experts,), arguments, {"CHUNK": CHUNK, "num_warps": 4})
     sort_counted(rows, counts)
     return rows
 
@@ -70,22 +74,25 @@ def sort_counted(rows: SortedPairs, counts: Tensor) -> None:
     """
     parts, num_experts = counts.shape
     padded = max(2, 1 << (num_experts - 1).bit_length())
-    with torch.cuda.device(rows.ids.get_device()):
-        sort_kernel[(num_experts,)](
-            rows.pairs,
-            rows.experts,
-            counts,
-            rows.ids,
-            parts,
-            rows.num_pairs,
-            len(rows.experts),
-            num_experts,
-            EXPERTS=padded,
-            PARTS=parts_at_once(parts, padded),
-            BLOCK_M=rows.tile.block_m,
-            CHUNK=CHUNK,
-            num_warps=4,
-        )
+    arguments = (
+        rows.pairs,
+        rows.experts,
+        counts,
+        rows.ids,
+        parts,
+        rows.num_pairs,
+        len(rows.experts),
+        num_experts,
+    )
+    options = {
+        "EXPERTS": padded,
+        "PARTS": parts_at_once(parts, padded),
+        "BLOCK_M": rows.tile.block_m,
+        "CHUNK": CHUNK,
+        "num_warps": 4,
+    }
+    with device_of(rows.ids):
+        _launch_sort((num_experts,), arguments, options)
 
 
 def parts_at_once(parts: int, experts: int) -> int:

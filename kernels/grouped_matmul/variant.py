@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -82,6 +82,7 @@ def grouped_constexprs(
     )
 
 
+@cache
 def packed_constexprs(
     kind: Codes,
     params_kind: Params,
@@ -97,6 +98,7 @@ def packed_constexprs(
     return {name: value for name, value in found.items() if name in _SHARED}
 
 
+@cache
 def dense_constexprs(tile: MatmulTile, *, even_k: bool = True) -> dict[str, object]:
     """As `grouped_constexprs`, for a dense weight."""
     return {
