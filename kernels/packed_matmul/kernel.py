@@ -19,6 +19,7 @@ from appliance.kernels.device.group_products import (
     scales_of_words,
 )
 from appliance.kernels.device.scale_records import load_record, record_scales
+from appliance.kernels.device.scaled_products import multiply_scaled
 from appliance.kernels.weight_codes.kernel import (
     tile_scales,
     to_scaled_weights,
@@ -89,7 +90,7 @@ def packed_matmul_kernel(
     RECORD: tl.constexpr,  # words of a record of scales; 0: they lie apart
     GROUP: tl.constexpr,  # inputs whose product has a scale; 0: all
     SCALES: tl.constexpr,  # of a feature in a stored tile, applied to weights in registers
-    FOLDED: tl.constexpr,  # inputs whose 4-bit codes take scale and offset in registers; 0: none
+    FOLDED: tl.constexpr,  # inputs whose codes take scale and offset in registers; 0: none
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -119,6 +120,7 @@ def packed_matmul_kernel(
     b_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_valid_m = b_m < num_tokens
     b_x_row = b_m.to(tl.int64) * x_stride
+    b_existing_row = tl.minimum(b_m, num_tokens - 1).to(tl.int64) * x_stride
     b_words_at = (i_tile + tl.arange(0, TILES_N)).to(tl.int64)[:, None] * tiles_k * WORDS
     p_tiles = codes_ptr + b_words_at
     b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -139,6 +141,12 @@ def packed_matmul_kernel(
                 b_acc, x_ptr, b_x_row, b_valid_m, p_tiles + i_block * (BLOCK_K // TILE_K * WORDS),
                 params_ptr, sums_ptr, b_m, sums_stride, i_tile, i_block, blocks_k, in_features,
                 OFFSETS, CODES, AXES, WORDS, TILE_K, PARAMS, RECORD, GROUP, EVEN_K, BLOCK_K, ASM,
+            )  # fmt: skip
+        elif FOLDED != 0 and (FOLDED < TILE_K or CODES != "int4"):
+            b_acc = multiply_scaled(
+                b_acc, x_ptr, b_existing_row, p_tiles + i_block * (BLOCK_K // TILE_K * WORDS),
+                params_ptr, i_tile, i_block, blocks_k, in_features, OFFSETS, CODES, AXES, WORDS,
+                TILE_K, PARAMS, RECORD, FOLDED, EVEN_K, BLOCK_K, ASM,
             )  # fmt: skip
         else:
             o_word = tl.arange(0, TILES_K * WORDS)[None, :]

@@ -198,11 +198,22 @@ def loop_instructions(form: LinearForm) -> float:
     """Return the instructions of a hot loop for many rows, per weight and lane."""
     if not 0 < product_group(form.kind, form.group_size) <= SHORT_GROUP:
         return 5.9
-    if record_words(form.params_kind, form.block_k) == 0:
-        return 4.7 if form.kind is Codes.INT8 else 5.7
-    if form.kind is Codes.INT4:
-        return 6.8
-    return 7.2 if form.kind is Codes.INT6 else 8.1
+    return _SHORT_INSTRUCTIONS.get((form.kind, form.params_kind), 9.6)
+
+
+_SHORT_INSTRUCTIONS = {
+    (Codes.INT2, Params.Q2_K): 8.1,
+    (Codes.INT3, Params.Q3_K): 8.1,
+    (Codes.INT5, Params.Q5_0): 6.6,
+    (Codes.INT5, Params.Q5_1): 6.9,
+    (Codes.INT4, Params.Q4_K): 6.9,
+    (Codes.INT5, Params.Q4_K): 8.2,
+    (Codes.INT6, Params.Q6_K): 7.8,
+    (Codes.INT8, Params.FP32): 7.4,
+    (Codes.INT4, Params.FP16_OFFSET): 5.6,
+    (Codes.INT4, Params.FP16_ZERO): 5.6,
+    (Codes.INT4, Params.FP32): 5.6,
+}
 
 
 def dense_instructions(form: LinearForm) -> float:

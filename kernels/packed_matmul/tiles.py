@@ -40,7 +40,7 @@ class MatmulTile:
     num_stages: int
     tilewise: bool = False  # a product for each stored tile, else for each group
     max_registers: int | None = None  # per thread; None leaves the choice to ptxas
-    folds: bool = False  # weights for which `variant.may_fold` is true take scale and offset first
+    folds: bool = False  # weights take scale and offset before the product
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Architecture:
 
     tiles: tuple[MatmulTile, ...]  # by max_rows; the last also for more
     one_sum: tuple[MatmulTile, ...]  # where all products add to one sum
+    short_groups: tuple[MatmulTile, ...]  # above the rows of SHORT_GROUP_TILES
     # Bytes that an SM must have in flight: its share of the bandwidth on the fastest card's data
     # sheet, times 0.8 us, about the latency of a loaded memory.
     bytes_in_flight: int
@@ -87,18 +88,21 @@ _WGMMA_ONE_SUM = (
     replace(_WIDE, max_rows=256),
     _WIDE,
 )
-# A scale every 32 inputs costs a multiplication for each sum, and registers that taller tiles lack.
+# A scale every 32 inputs costs a multiplication for each sum, and registers that taller tiles lack:
+# with many rows of x the weights take it.
 SHORT_GROUP_TILES = (
     replace(_SKINNY[0], max_registers=128),
     *_SKINNY[1:],
     replace(_SKINNY[2], max_rows=128),
 )
+_SHORT_MMA_SYNC = (replace(_MMA_SYNC[-1], folds=True),)
+_SHORT_WGMMA = (replace(_WIDE, max_rows=256), _WIDE)
 ARCHITECTURES = {
-    80: Architecture(_MMA_SYNC, _MMA_SYNC, 15 << 10),
-    86: Architecture(_MMA_SYNC, _MMA_SYNC, 9 << 10),
-    89: Architecture(_MMA_SYNC, _MMA_SYNC, 9 << 10),
-    90: Architecture(_WGMMA, _WGMMA_ONE_SUM, 29 << 10),
-    120: Architecture(_MMA_SYNC, _MMA_SYNC, 9 << 10),
+    80: Architecture(_MMA_SYNC, _MMA_SYNC, _SHORT_MMA_SYNC, 15 << 10),
+    86: Architecture(_MMA_SYNC, _MMA_SYNC, _SHORT_MMA_SYNC, 9 << 10),
+    89: Architecture(_MMA_SYNC, _MMA_SYNC, _SHORT_MMA_SYNC, 9 << 10),
+    90: Architecture(_WGMMA, _WGMMA_ONE_SUM, _SHORT_WGMMA, 29 << 10),
+    120: Architecture(_MMA_SYNC, _MMA_SYNC, _SHORT_MMA_SYNC, 9 << 10),
 }
 
 
@@ -135,7 +139,7 @@ def tiles_of(capability: int, group_size: int, *, may_fold: bool) -> tuple[Matmu
     table = architecture(capability)
     assert table is not None
     if 0 < group_size <= SHORT_GROUP:
-        return SHORT_GROUP_TILES
+        return *SHORT_GROUP_TILES, *table.short_groups
     return table.one_sum if may_fold or not group_size else table.tiles
 
 

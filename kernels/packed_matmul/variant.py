@@ -75,10 +75,11 @@ def constexprs_of(
 ) -> MatmulConstexprs:
     """Return `matmul_constexprs` of a weight that need not exist."""
     order = TileOrder(kind.bits)
-    folded = group_size if tile.folds and may_fold(kind, group_size) else 0
+    folded = group_size if tile.folds and kind is not Codes.FP4 else 0
     group = 0 if folded else product_group(kind, group_size)
     is_record = params_kind in RECORD_OFFSETS
-    assert not is_record or group < order.tile_k, "only short groups take products with ones"
+    short = group_size if folded else group
+    assert not is_record or short < order.tile_k, "only short groups take products with ones"
     return {
         "CODES": kind.value,
         "AXES": order.kernel_axes(groups=max(1, order.tile_k // group) if group else 1),
@@ -119,7 +120,7 @@ def product_group(kind: Codes, group_size: int) -> int:
 
 
 def may_fold(kind: Codes, group_size: int) -> bool:
-    """Return True if weights can take scale and offset in registers, one pair for a stored tile.
+    """Return True if weights of long groups can take scale and offset in registers.
 
     They are rounded to the dtype of activations then, as dense weights are.
     """

@@ -114,6 +114,34 @@ INT4_SCALED_BF16 = _scaled_int4("bf16")
 INT4_SCALED_FP16 = _scaled_int4("f16")
 
 
+def scaled_pairs(dtype: str, low: int, high: int = 0) -> str:
+    """Return the PTX for codes with scale and offset, rounded once.
+
+    The operands after the codes are scale and offset of the first row, then of the second, in
+    float32. As bfloat16 a pair of codes is 128 + q twice. The register, and with its halves
+    exchanged, is one of them in float32 and a little more, which depends on the other: 2^-11 of a
+    scale at most, once its middle is part of the offset.
+    """
+    scale = 10 if high else 9
+    lines = [".reg .b32 t, u, a, b, c, d;"]
+    for i, pair in enumerate("abcd"):
+        source = _moved(lines, "$8", low * i)
+        lines.append(f"lop3.b32 {pair}, {source}, 0x{_both((1 << low) - 1)}, 0x43004300, 0xea;")
+        if high:
+            source = _moved(lines, "$9", high * i - low)
+            mask = _both(((1 << high) - 1) << low)
+            lines.append(f"lop3.b32 {pair}, {source}, 0x{mask}, {pair}, 0xea;")
+        row = scale + 2 * (i // 2)
+        lines += [
+            f"prmt.b32 t, {pair}, 0, 0x1032;",
+            f"fma.rn.f32 t, t, ${row}, ${row + 1};",
+            f"fma.rn.f32 u, {pair}, ${row}, ${row + 1};",
+            f"cvt.rn.{dtype}x2.f32 {pair}, u, t;",
+        ]
+    lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
+    return _block(*lines)
+
+
 # The 16 values that codes of IQ4 name, a byte each.
 IQ4_TABLES = tuple(
     int.from_bytes(bytes(value & 0xFF for value in IQ4_VALUES[i : i + 4]), "little", signed=True)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support.kernels.compiled_kernels.signatures.packed_matmul import MatmulShape
@@ -28,6 +29,9 @@ from appliance.kernels.packed_matmul.slices import (
 )
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import ROW_STEP, TILE_N
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 GOLDEN = Path(__file__).parent / f"resources_triton_{version('triton')}.json"
 # RTX 3090, 4090, 5090 and H200.
@@ -91,10 +95,10 @@ def fused_clocks(shape: MatmulShape, rows: int, capability: int) -> float:
     return widened_clocks(form, rows, capability, CARDS[capability])
 
 
-@pytest.mark.parametrize("capability", [86, 89, 120])
+@pytest.mark.parametrize("capability", CARDS)
 @pytest.mark.parametrize("shape", LINEARS, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("name", FORMS)
-def test_on_geforce_prompts_reach_nine_tenths_of_long_groups(
+def test_prompts_reach_nine_tenths_of_long_groups(
     capability: int, shape: MatmulShape, name: str
 ) -> None:
     form = form_of(shape, name)
@@ -145,29 +149,30 @@ def test_the_scratch_is_bounded_whatever_the_weight() -> None:
 @pytest.mark.parametrize("capability", CARDS)
 @pytest.mark.parametrize("model", ["8b", "27b", "30b"])
 @pytest.mark.parametrize("most", [512, 2048, 4096])
-def test_the_start_runs_every_kernel_that_makes_weights_dense(
-    capability: int, model: str, most: int
-) -> None:
+def test_the_start_runs_every_kernel_of_many_rows(capability: int, model: str, most: int) -> None:
     linears = [shape for shape in LINEARS if shape.name.startswith(model)]
     run = [rows for rows in KERNEL_ROWS if WIDENED_ROWS < rows < most] + [most]
     for name in FORMS:
         forms = [form_of(shape, name) for shape in linears]
+        later = kinds(forms, range(WIDENED_ROWS + 1, most, 4 * ROW_STEP), capability)
+        if name == "groups of 128":  # whose tile is that of fewer rows, too
+            later.discard(False)
+        assert later <= kinds(forms, run, capability), name
 
-        def is_dense(rows: int, forms: list[LinearForm] = forms) -> bool:
-            return any(slices_of(form, rows, capability) for form in forms)
 
-        later = any(map(is_dense, range(WIDENED_ROWS + 1, most, ROW_STEP)))
-        assert any(map(is_dense, run)) or not later, name
+def kinds(forms: Sequence[LinearForm], sizes: Iterable[int], capability: int) -> set[bool]:
+    """Whether weights are made dense, of some linears and numbers of rows."""
+    return {bool(slices_of(form, rows, capability)) for form in forms for rows in sizes}
 
 
 def test_instructions_are_those_of_the_compiled_kernels() -> None:
     if not GOLDEN.exists():
         pytest.skip(f"there is no {GOLDEN.name}")
-    loops = re.compile(r"packed_matmul .* (int\d) g(\d+) (\w+) bf16 rows (?:32|128)$")
+    loops = re.compile(r"packed_matmul .* (int\d) g(\d+) (\w+) bf16(?: gated)? rows (\d+)$")
     judged = 0
     for (name, _), found in load(GOLDEN).items():
         match = loops.match(name)
-        if match is None or (match[2] == "128" and name.endswith("rows 32")):
+        if match is None or int(match[4]) < (128 if match[2] == "128" else 512):
             continue
         form = replace(
             form_of(LINEARS[0], "Q4_K"),
@@ -176,7 +181,7 @@ def test_instructions_are_those_of_the_compiled_kernels() -> None:
             params_kind=Params(match[3]),
         )
         each = sum(found["loop"].values()) / found["loop_elements"]
-        assert 0.98 <= loop_instructions(form) / each <= 1.3, (name, each)
+        assert 0.89 <= loop_instructions(form) / each <= 1.35, (name, each)
         judged += 1
     assert judged > 10
     table = load(GOLDEN)

@@ -54,7 +54,7 @@ def test_splits_fit_the_workspace_and_their_traffic_a_share(
     table = architecture(capability)
     assert table is not None
     out_tiles, blocks_k = -(-shape.out_features // TILE_N), -(-shape.in_features // 128)
-    tiles = [*table.tiles, *table.one_sum, *SHORT_GROUP_TILES]
+    tiles = [*table.tiles, *table.one_sum, *SHORT_GROUP_TILES, *table.short_groups]
     tiles += [choose_fp8_tile(rows, capability) for rows in (1, 64, 4096)]
     for tile in tiles:
         for place in places(tile, capability):
@@ -106,7 +106,9 @@ def test_every_number_of_rows_has_a_tile_of_its_own_height(capability: int) -> N
     for tile in table.one_sum:
         assert choose_tile(tile.max_rows, capability, may_fold=True) is tile
     assert choose_tile(16, capability, 32) is choose_tile(16, capability, 64)
-    assert choose_tile(129, capability, 32) == replace(SHORT_GROUP_TILES[-1], max_rows=160)
+    assert choose_tile(128, capability, 32) is SHORT_GROUP_TILES[-1]
+    assert choose_tile(129, capability, 32) is table.short_groups[0]
+    assert choose_tile(513, capability, 32) == replace(table.short_groups[-1], max_rows=544)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,8 @@ def test_every_number_of_rows_has_a_tile_of_its_own_height(capability: int) -> N
         (90, 512, Codes.INT4, 64, 64),
         (90, 64, Codes.INT4, 128, 0),
         (90, 128, Codes.INT4, 32, 0),
+        (90, 129, Codes.INT4, 32, 32),
+        (86, 129, Codes.INT6, 16, 16),
         (90, 128, Codes.INT8, 128, 0),
         (90, 512, Codes.FP4, 16, 0),
         (86, 128, Codes.INT4, 128, 0),

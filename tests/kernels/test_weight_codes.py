@@ -118,6 +118,32 @@ def test_every_code_with_scale_and_offset(text: str, dtype: torch.dtype) -> None
         assert ((values.double() - exact).abs() <= rounding + 2**-12 * scale).all()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("low", "high"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2)])
+def test_every_pair_of_codes_with_scale_and_offset(low: int, high: int, dtype: torch.dtype) -> None:
+    random = np.random.default_rng(low + 8 * high)
+    words, upper = (random.integers(0, 1 << 32, 4096, dtype=np.uint32) for _ in range(2))
+    text = ptx.scaled_pairs("bf16" if dtype is BF16 else "f16", low, high)
+    bits = low + high
+    pairs = ((0.0173, -0.071), (-0.0008, 0.02))  # of the first row, and of the second
+    excess = 128 + (0x4300 + ((1 << bits) - 1) / 2) / 65536  # as the kernel subtracts it
+    numbers = [(scale, offset - excess * scale) for scale, offset in pairs]
+    rows = [
+        np.full(4096, number, np.float32).view(np.uint32) for pair in numbers for number in pair
+    ]
+    found = evaluate(text, [16] * 8, words, *([upper] if high else []), *rows)
+    for plane in range(8):
+        half, place = plane % 2 * 16, plane // 2
+        codes = words >> half + place * low & (1 << low) - 1
+        if high:
+            codes |= (upper >> half + place * high & (1 << high) - 1) << low
+        scale, offset = pairs[plane // 4]
+        exact = torch.from_numpy(codes.astype(np.float64)) * scale + offset
+        values = torch.from_numpy(found[plane].astype(np.int32)).to(torch.int16).view(dtype)
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        assert ((values.double() - exact).abs() <= rounding + 2**-10.9 * abs(scale)).all()
+
+
 @pytest.mark.parametrize(
     ("text", "dtype", "power"), [(ptx.FP4_BF16, BF16, 126), (ptx.FP4_FP16, FP16, 14)]
 )

@@ -195,6 +195,12 @@ def test_splits_add_up_in_a_fixed_order(
         (64, {"kind": OffsetKind.ZERO_POINT}, BF16, Params.FP16_ZERO),
         (128, {}, FP16, Params.FP16_OFFSET),
         (128, {"dtype": torch.float32}, BF16, Params.FP32_OFFSET),
+        (32, {"symmetric": True}, FP16, Params.FP32),
+        (32, {"kind": OffsetKind.ZERO_POINT}, BF16, Params.FP16_ZERO),
+        (32, {}, BF16, Params.FP16_OFFSET),
+        (32, {"dtype": torch.float32}, BF16, Params.FP32_OFFSET),
+        (32, {"symmetric": True, "bits": 8}, BF16, Params.FP32),
+        (32, {"bits": 8}, FP16, Params.FP16_OFFSET),
     ],
 )
 def test_weights_that_take_scale_and_offset(

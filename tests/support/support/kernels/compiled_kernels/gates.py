@@ -188,11 +188,14 @@ def widening_slowly(table: Table) -> Collection[object]:
 # Instructions that widen codes and apply zero points and scales.
 WIDENING_OPCODES = ("LOP3", "SHF", "PRMT", "HADD2", "HFMA2", "HMUL2", "F2FP")
 LEAST_BESIDE = 0.75  # the share of them that mma.sync leaves to run beside the products
-MANY_ROWS = re.compile(r"packed_matmul.* (int4 g(64|128)|fp4) .*rows (64|128)$|int4 g32 .*rows 32$")
+MANY_ROWS = re.compile(
+    r"packed_matmul.* (int4 g(64|128)|fp4) .*rows (64|128)$"
+    r"|packed_matmul.* (int4 g32 .*rows 32|int\d g(16|32) .*rows 512)$"
+)
 
 
 def pausing_products(table: Table) -> Collection[object]:
-    """Matmuls of 4 bits and many rows whose tensor cores wait while codes are widened.
+    """Matmuls of many rows whose tensor cores wait while codes are widened.
 
     With mma.sync a warp widens most codes between its products. A warpgroup waits for wgmma, so
     there a multiprocessor must hold a second program, which multiplies meanwhile.
@@ -294,16 +297,28 @@ def costly_latents(table: Table) -> Collection[object]:
 
 # Known faults of older compilers' code, which nobody has fixed: a few registers of a float32 tile
 # are spilled, and widening codes takes more instructions; scales of groups of 16, and with many
-# rows fifth bits, reach their weights through shared memory.
+# rows third and fifth bits, reach their weights through shared memory.
 _NVFP4 = "packed_matmul llama_8b gate_up fp4 g16 halves bf16 rows"
+_Q4_K = tuple(
+    (f"packed_matmul llama_8b {name} rows 512", 90)
+    for name in ("gate_up int4 g32 q4_k bf16 gated", "down int4 g32 q4_k bf16")
+)
+_UPPER_BITS = tuple(
+    f"packed_matmul llama_8b down {codes} bf16 rows 512"
+    for codes in ("int5 g32 q4_k", "int3 g16 q3_k", "int5 g32 q5_0", "int5 g32 q5_1")
+)
 KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
-    ("3.6.0", pausing_products): tuple((f"{_NVFP4} 128", cc) for cc in (86, 120)),
-    # Only checks other kernels.
-    ("3.6.0", spilling): (("attention decode gemma3_270m fp32 kv fp32", 86),),
+    ("3.6.0", pausing_products): tuple(
+        (name, cc) for name in (f"{_NVFP4} 128", *_UPPER_BITS) for cc in (86, 120)
+    ),
+    # The first only checks other kernels; the others spill a register.
+    ("3.6.0", spilling): (("attention decode gemma3_270m fp32 kv fp32", 86), *_Q4_K),
     ("3.6.0", taking_detours): (
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16, 32, 128) for cc in (86, 90, 120)),
         (f"{_NVFP4} 64", 90),
         *(("packed_matmul llama_8b down int5 g32 q4_k bf16 rows 32", cc) for cc in (86, 90, 120)),
+        *((name, cc) for name in _UPPER_BITS for cc in (86, 90, 120)),
+        *_Q4_K,
     ),
     ("3.6.0", widening_slowly): (
         ("grouped_matmul qwen3_30b_a3b gate_up int4 g128 fp16_offset bf16 rows 32", 120),

@@ -91,6 +91,20 @@ OTHERS = (
 MOST_ROWS = 512  # with more, tiles differ only in their rows, see `choose_tile`
 
 
+def ggml_case(name: str, *, gated: bool = False) -> MatmulCase:
+    form = GGML_TILES[name]
+    return MatmulCase(form.kind, form.group_size, form.params_kind, gated=gated)
+
+
+# For many rows.
+SHORT_GROUPS = (
+    (DOWN, INT4_SHORT),
+    (QKV, INT8),
+    (GATE_UP, ggml_case("Q4_K", gated=True)),
+    *((DOWN, ggml_case(name)) for name in (*MOST_FILES, *OTHER_FILES)),
+)
+
+
 def signatures(capability: int) -> Iterator[KernelSignature]:
     """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     table = architecture(capability)
@@ -118,6 +132,8 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         yield matmul_signature(QKV, INT8, tile, capability)
         for name in MOST_FILES:
             yield matmul_signature(DOWN, ggml_case(name), tile, capability)
+    for shape, case in SHORT_GROUPS:
+        yield matmul_signature(shape, case, table.short_groups[-1], capability)
     if capability == MOST_COMPILED:
         for shape, case in OTHERS:
             yield matmul_signature(shape, case, table.tiles[0], capability)
@@ -161,11 +177,6 @@ def chosen_tiles(case: MatmulCase, capability: int) -> list[MatmulTile]:
 def distinct_tiles(tiles: tuple[MatmulTile, ...]) -> list[MatmulTile]:
     """Return the first of the tiles that differ only in rows, from most rows to fewest."""
     return list({replace(tile, max_rows=0): tile for tile in reversed(tiles)}.values())
-
-
-def ggml_case(name: str) -> MatmulCase:
-    form = GGML_TILES[name]
-    return MatmulCase(form.kind, form.group_size, form.params_kind)
 
 
 def summing_at_once(tile: MatmulTile, capability: int) -> MatmulTile:
