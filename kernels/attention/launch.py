@@ -223,7 +223,7 @@ def paged_attention(
     has = window is not None, softcap is not None, sinks is not None
     with device_of(query):
         if batch.num_decodes:
-            variant, tile, fixed = _configured((Phase.DECODE, *shape, *has), target)
+            variant, tile, fixed = configured((Phase.DECODE, *shape, *has), target)
             tokens = tile.block_m // variant.group  # of a program's rows
             spans = decode_spans(work, window, max(1, tokens // batch.decode_rows))
             tiles = num_kv_heads * -(-batch.decode_rows // tokens)
@@ -255,7 +255,7 @@ def paged_attention(
             programs = min(len(spans.table) * tiles, at_once)
             _launch_decode((programs,), arguments, fixed)
         if len(work.tiles):
-            variant, tile, fixed = _configured((Phase.PREFILL, *shape, *has), target)
+            variant, tile, fixed = configured((Phase.PREFILL, *shape, *has), target)
             # A tile has TILE_ROWS query rows; a program takes as many as its group leaves room for.
             parts = TILE_ROWS * variant.group_padded // tile.block_m
             grid = len(work.tiles), parts, num_kv_heads
@@ -270,7 +270,7 @@ def paged_attention(
 
 
 @cache
-def _configured(fields: tuple[Any, ...], target: Target) -> tuple[Variant, Tile, dict[str, object]]:
+def configured(fields: tuple[Any, ...], target: Target) -> tuple[Variant, Tile, dict[str, object]]:
     """Return a variant, from its fields, its tile, and its kernel's options."""
     variant = Variant(*fields)
     tile = choose_tile(variant, target.capability)

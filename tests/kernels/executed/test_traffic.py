@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -351,6 +352,15 @@ def test_spans_that_are_too_short_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert {"sectors", "instructions"} <= set(found)
 
 
+@pytest.fixture
+def configured_anew() -> Iterator[None]:
+    """Attention chooses tiles again, in the test and after it."""
+    attention_launch.configured.cache_clear()
+    yield
+    attention_launch.configured.cache_clear()
+
+
+@pytest.mark.usefixtures("configured_anew")
 def test_another_order_of_codes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two warps share a tile whose order is that of one warp's registers."""
 
