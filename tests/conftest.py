@@ -6,6 +6,7 @@ import fcntl
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from appliance.runtime import limit_spinning
 # Tests start scripts in tests/support, which import the modules beside them.
 _SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.getenv("PYTHONPATH"))))
+# What a shell starts in the background ignores SIGINT, which servers under test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 limit_spinning()  # the tests share their processors with servers under test
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a worker for each processor, where torch's threads would wait for those of others.

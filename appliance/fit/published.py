@@ -5,7 +5,6 @@ None of these was measured here: a quoted figure is its source's, and an expecte
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,22 +31,22 @@ class Quote:
     Attributes:
         card: as `appliance fit --gpu` names it.
         model: in words.
-        pattern: of the model's names in files, lower case.
+        words: in all of the model's names, lower case and without hyphens.
         weights: how they are stored.
         tokens: a second, as published.
     """
 
     card: str
     model: str
-    pattern: str
+    words: tuple[str, ...]
     weights: str
     engine: str
     tokens: str
     source: str
 
 
-_27B, _35B = r"qwen-?3\.[68].*27b", r"qwen-?3\.6.*35b.*a3b"
-_26B, _8B = r"gemma-?4.*26b.*a4b", r"llama-?3.*8b"
+_27B, _35B = ("qwen3.", "27b"), ("qwen3.6", "35b", "a3b")
+_26B, _8B = ("gemma4", "26b", "a4b"), ("llama3", "8b")
 QUOTES = (
     Quote("RTX 3090", "Qwen3.6-27B", _27B, "Q4_K_M", "llama.cpp", "20-21.6", "calebcoffie"),
     Quote("RTX 3090", "Qwen3.6-27B", _27B, "4 bits", "vLLM", "32-33", "club-3090"),
@@ -57,13 +56,13 @@ QUOTES = (
     Quote("RTX 4090", "Gemma 4 26B-A4B", _26B, "Q4_K_M", "llama.cpp", "149.6", "llamaperf"),
     Quote("RTX 4090", "Llama 8B, 32k deep", _8B, "Q4_0", "llama.cpp", "102.8", "llama.cpp 17505"),
     Quote("RTX 4090", "Llama-3.1-8B", _8B, "EXL3, 4 bits", "ExLlamaV3", "180 (?)", "solosoft"),
-    Quote("RTX 5090", "Qwen3-8B", r"qwen-?3-8b", "Q4_K_M", "llama.cpp", "221.7", "continuum 1627"),
+    Quote("RTX 5090", "Qwen3-8B", ("qwen38b",), "Q4_K_M", "llama.cpp", "221.7", "continuum 1627"),
     Quote("RTX 5090", "Qwen3.6-35B-A3B", _35B, "NVFP4", "vLLM", "252-258", "club-3090"),
     Quote("RTX 5090", "Qwen3.6-35B-A3B", _35B, "Q4_K_M", "llama.cpp", "214", "zenn"),
     Quote(
         "RTX 5090",
         "Qwen3-Coder-30B-A3B",
-        r"qwen-?3.*30b.*a3b",
+        ("qwen3", "30b", "a3b"),
         "AWQ",
         "vLLM",
         "142 (7.06 ms a token)",
@@ -75,8 +74,8 @@ QUOTES = (
 def quotes_for(card: str, model: str) -> Sequence[Quote]:
     """Return what others published for a model on a card, both by name."""
     bare = card.removeprefix("NVIDIA ").removeprefix("GeForce ").partition(",")[0]
-    name = model.lower().replace("_", "-")
-    return [one for one in QUOTES if one.card == bare and re.search(one.pattern, name)]
+    name = model.lower().replace("_", "").replace("-", "")
+    return [one for one in QUOTES if one.card == bare and all(word in name for word in one.words)]
 
 
 def expected_rate(most: float, spec: DecoderSpec) -> float:

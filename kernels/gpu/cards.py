@@ -159,9 +159,10 @@ def folder_of_library() -> Path | None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    for path in re.findall(r"(/\S*/libcuda\.so\S*)$", maps, re.M):
-        if (folder := Path(path).parent).joinpath("libcuda.so.1").exists():
-            return folder
+    for line in maps.splitlines():
+        path = Path(line[line.find("/") :])  # of what is mapped there, if it is a file
+        if path.name.startswith("libcuda.so") and path.with_name("libcuda.so.1").exists():
+            return path.parent
     return None
 
 

@@ -57,8 +57,8 @@ def opened(tmp_path: Path) -> Open:
 
     def run(library: str = str(library), ldconfig: str = "empty cache", **more: str) -> list[str]:
         environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), **more}
-        environment.pop("CC", None)
-        environment.pop("TRITON_INTERPRET", None)
+        for name in ("CC", "TRITON_INTERPRET", "TRITON_LIBCUDA_PATH"):
+            environment.pop(name, None)
         ran = subprocess.run(
             [sys.executable, "-c", PROGRAM, library, ldconfig],
             env=environment,

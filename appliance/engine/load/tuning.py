@@ -272,7 +272,7 @@ def driver_version() -> str:
         first = DRIVER.read_text().partition("\n")[0]
     except OSError:
         return "unknown"
-    found = re.search(r"\d+\.\d+(\.\d+)?", first)
+    found = re.search(r"(?<!\d)\d+\.\d+(\.\d+)?", first)
     return found.group() if found else "unknown"
 
 
