@@ -204,7 +204,8 @@ def with_content(config: dict[str, Any], folder: Path) -> Any:
     if model.num_parameters() > MOST_PARAMETERS:
         largest = max(model.named_parameters(), key=lambda item: item[1].numel())
         raise TooLargeError(f"{largest[0]} of {tuple(largest[1].shape)}")
-    with torch.device("cpu"), _default_dtype(torch.float32):
+    with torch.device("cpu"), _default_dtype(torch.float32), torch.random.fork_rng():
+        torch.manual_seed(3)  # `_fill` keeps some of what is drawn here
         model = type(model)(model.config).eval()
     _fill(model)
     return model
