@@ -152,7 +152,8 @@ def test_the_largest_step_is_run_and_peaks_are_read(
     assert model.read == [(rows, min(rows, LOGIT_ROWS))]
 
 
-def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_requests_come() -> None:
+def measured(limits: SchedulerLimits) -> Model:
+    """Measure a model within limits; return it with what it was asked."""
     model = Model()
     measure_workspace(
         model,  # type: ignore[arg-type]
@@ -161,10 +162,15 @@ def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_reques
         mask_tokens,
         score_tokens,
         Meter(0, MIB),
-        SchedulerLimits(48, 1000, 2000),
+        limits,
         kv_layers=[LayerPrecision(KVFormat.BF16)],
         block_size=16,
     )
+    return model
+
+
+def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_requests_come() -> None:
+    model = measured(SchedulerLimits(48, 1000, 2000))
     steps = [(len(arguments[0]), len(arguments[-1])) for arguments in model.asked]
     sizes = [48, 8, 16, 32, 48, 64, 128, 256, 512, 47 + 512, 1000]  # first without room for drafts
     assert steps == [(rows, min(rows, 48)) for rows in sizes]
@@ -185,18 +191,7 @@ def test_a_step_that_verifies_drafts_is_measured(
     limits: SchedulerLimits, lengths: list[int]
 ) -> None:
     """Each row has partial results over a whole context, as many rows as a graph has room for."""
-    model = Model()
-    measure_workspace(
-        model,  # type: ignore[arg-type]
-        batched.choose,
-        reference.penalize,
-        mask_tokens,
-        score_tokens,
-        Meter(0, MIB),
-        limits,
-        kv_layers=[LayerPrecision(KVFormat.BF16)],
-        block_size=16,
-    )
+    model = measured(limits)
     drafted = [asked[2] for asked in model.asked if asked[2].decode_rows == 8]
     assert [list(batch.host_query_lens) for batch in drafted] == ([lengths] if lengths else [])
     for batch in drafted:
