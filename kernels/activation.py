@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypedDict
 
 
 class Activation(Enum):
@@ -35,3 +36,24 @@ class BoundedSwiGLU:
 
 
 Gating = Activation | ClampedSwiGLU | BoundedSwiGLU
+
+
+class GateConstexprs(TypedDict):
+    """The compile-time arguments by which kernels know a gate."""
+
+    ACTIVATION: str | None
+    LIMIT: float
+    ALPHA: float
+
+
+def gate_constexprs(activation: Gating | None) -> GateConstexprs:
+    """Describe a gate, or that there is none."""
+    match activation:
+        case None:
+            return {"ACTIVATION": None, "LIMIT": 0.0, "ALPHA": 0.0}
+        case ClampedSwiGLU(limit, alpha):
+            return {"ACTIVATION": "clamped_swiglu", "LIMIT": limit, "ALPHA": alpha}
+        case BoundedSwiGLU(limit):
+            return {"ACTIVATION": "bounded_swiglu", "LIMIT": limit, "ALPHA": 0.0}
+        case Activation():
+            return {"ACTIVATION": activation.value, "LIMIT": 0.0, "ALPHA": 0.0}

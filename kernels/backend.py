@@ -17,6 +17,7 @@ from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.expert_routing import reference as reference_routing
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
+from appliance.kernels.gated_norm import reference as reference_gated_norm
 from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
 from appliance.kernels.latent_attention import cpu as cpu_latents
@@ -47,9 +48,12 @@ REFERENCE = Backend(
     name="reference",
     prepare_linear=reference_matmul.prepare_linear,
     rms_norm=reference_norm_rope.rms_norm,
-    add_rms_norm=reference_norm_rope.add_rms_norm,
+    layer_norm=reference_norm_rope.layer_norm,
+    add_norm=reference_norm_rope.add_norm_with(reference_norm_rope.rms_norm),
     rotary=reference_norm_rope.rotary,
     gated_activation=reference_activation.gated_activation,
+    activated=reference_activation.activated,
+    gate_heads=reference_activation.gate_heads,
     soft_cap=reference_soft_cap.soft_cap,
     penalize=reference_penalties.penalize,
     mask_tokens=reference_token_mask.mask_tokens,
@@ -62,12 +66,17 @@ REFERENCE = Backend(
     allocate_cache=allocate_blocks,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
-    latent_attention=reference_latents.latent_attention,
+    write_latents=reference_latents.write_latents_with(
+        reference_norm_rope.rms_norm, reference_norm_rope.rotary, reference_kv_write.write_kv
+    ),
+    latent_attention=reference_latents.latent_attention_with(
+        reference_norm_rope.rotary, reference_latents.attend_latents
+    ),
     gated_delta=reference_recurrence.gated_delta,
     selective_scan=reference_recurrence.selective_scan,
     short_conv=reference_short_conv.short_conv,
-    router_logits=reference_routing.router_logits,
-    route=reference_routing.route,
+    gated_norm=reference_gated_norm.gated_norm,
+    choose=reference_routing.choose_with(reference_routing.router_logits, reference_routing.route),
     plan_adapters=reference_adapters.plan_adapters,
     add_adapters=reference_adapters.add_adapters,
     prepare_gated=lambda weight, bias, dtype, activation: None,
@@ -81,7 +90,7 @@ CPU = replace(
     name="cpu",
     prepare_linear=reference_matmul.dense_linear,
     rms_norm=cpu_norm_rope.rms_norm,
-    add_rms_norm=cpu_norm_rope.add_rms_norm,
+    add_norm=reference_norm_rope.add_norm_with(cpu_norm_rope.rms_norm),
     rotary=cpu_norm_rope.rotary,
     rotate_and_write=reference_kv_write.rotate_and_write_with(
         cpu_norm_rope.rms_norm, cpu_norm_rope.rotary, reference_kv_write.write_kv
@@ -90,7 +99,12 @@ CPU = replace(
     penalize=cpu_penalties.penalize,
     plan_attention=cpu_attention.plan_attention,
     paged_attention=cpu_attention.paged_attention,
-    latent_attention=cpu_latents.latent_attention,
+    write_latents=reference_latents.write_latents_with(
+        cpu_norm_rope.rms_norm, cpu_norm_rope.rotary, reference_kv_write.write_kv
+    ),
+    latent_attention=reference_latents.latent_attention_with(
+        cpu_norm_rope.rotary, cpu_latents.attend_latents
+    ),
 )
 
 
@@ -124,16 +138,19 @@ def triton_backend() -> Backend:
     The other entries are the references, run on the device.
     """
     from appliance.kernels.adapters.launch import add_adapters, plan_adapters
-    from appliance.kernels.attention.launch import paged_attention, plan_attention
-    from appliance.kernels.expert_routing.launch import route, router_logits
+    from appliance.kernels.attention.launch import paged_attention
+    from appliance.kernels.attention.timed_spans import SpanPlanner
+    from appliance.kernels.expert_routing.launch import choose
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
-    from appliance.kernels.gated_activation.launch import gated_activation
+    from appliance.kernels.gated_activation.launch import activated, gate_heads, gated_activation
+    from appliance.kernels.gated_norm.launch import gated_norm
     from appliance.kernels.grouped_matmul.launch import prepare_experts
+    from appliance.kernels.int8_matmul.launch import round_prompts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
-    from appliance.kernels.latent_attention.launch import latent_attention
+    from appliance.kernels.latent_attention.launch import latent_attention, write_latents
     from appliance.kernels.library_tiles.launch import widen
-    from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
+    from appliance.kernels.norm_rope.launch import add_norm, layer_norm, rms_norm
     from appliance.kernels.packed_matmul import launch as packed_matmul
     from appliance.kernels.penalties.launch import penalize
     from appliance.kernels.recurrence.launch import gated_delta, selective_scan
@@ -155,17 +172,20 @@ def triton_backend() -> Backend:
     ) -> Linear | None:
         if not isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight):
             return None
-        if not packed_matmul.has_gated(weight, dtype, activation):
+        if not packed_matmul.has_gated(weight, dtype):
             return None
-        return packed_matmul.prepare_gate_up(weight, bias, dtype)
+        return packed_matmul.prepare_gate_up(weight, bias, dtype, activation)
 
     return replace(
         REFERENCE,
         name="triton",
         prepare_linear=prepare_linear,
         rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
+        layer_norm=layer_norm,
+        add_norm=add_norm,
         gated_activation=gated_activation,
+        activated=activated,
+        gate_heads=gate_heads,
         soft_cap=soft_cap,
         penalize=penalize,
         mask_tokens=mask_tokens,
@@ -173,18 +193,21 @@ def triton_backend() -> Backend:
         rotate_and_write=rotate_and_write,
         seal_kv=seal,
         allocate_cache=KVPages.allocate,
-        plan_attention=plan_attention,
+        plan_attention=SpanPlanner(),
         paged_attention=paged_attention,
+        write_latents=write_latents,
         latent_attention=latent_attention,
         gated_delta=gated_delta,
         selective_scan=selective_scan,
         short_conv=short_conv,
-        router_logits=router_logits,
-        route=route,
+        gated_norm=gated_norm,
+        choose=choose,
         plan_adapters=plan_adapters,
         add_adapters=add_adapters,
         prepare_gated=prepare_gated,
         prepare_table=packed_matmul.prepare_table,
         widen_tiles=widen,
         prepare_experts=prepare_experts,
+        round_prompts=round_prompts,
+        stacks_shared=True,
     )

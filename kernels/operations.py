@@ -11,28 +11,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.activation import Gating
+    from appliance.kernels.activation import Activation, Gating
     from appliance.kernels.adapters.factors import StackedFactors
     from appliance.kernels.cache.decoder_cache import AnyLayerCache
     from appliance.kernels.cache.kv_cache import LayerCache
     from appliance.kernels.cache.sealed_blocks import SealedBlocks
+    from appliance.kernels.gpu.timed import TimedChoices
     from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs
     from appliance.kernels.grouped_matmul.weights import StackedExperts
+    from appliance.kernels.head_norms import HeadNorms
     from appliance.kernels.library_tiles.tiles import LinearTiles
+    from appliance.kernels.norm_rope.weights import NormWeights
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.routing import Router
     from appliance.kernels.rows.ragged import RaggedBatch
     from appliance.kernels.rows.state_spans import StateSpans
     from appliance.kernels.weights.weight import Weight
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMS norm of each head before RoPE."""
-
-    query: Tensor  # (head_dim,) float32
-    key: Tensor  # (head_dim,) float32
-    eps: float
 
 
 class MaskTokens(Protocol):
@@ -93,22 +87,42 @@ class RowTable(Linear, Protocol):
 class ChosenExperts(NamedTuple):
     """The experts that a router chose for each token."""
 
-    ids: Tensor  # (num_tokens, top_k) int64, 0 is the first expert that is here
-    weights: Tensor  # (num_tokens, top_k) float32
+    ids: Tensor  # (num_tokens, choices) int64, 0 is the first expert that is here
+    weights: Tensor  # (num_tokens, choices) float32
     pairs: SortedPairs | None = None  # the same sorted by expert, if the backend needs that
 
 
-class Route(Protocol):
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """Weights of a router.
+
+    Attributes:
+        weight: (num_experts, hidden_size) float32; one row more with a gate.
+        bias: (num_experts,) float32, or None; likewise.
+        selection_bias: (num_experts,) float32, or None.
+        expert_scale: (num_experts,) float32, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    selection_bias: Tensor | None
+    expert_scale: Tensor | None
+
+
+class Choose(Protocol):
     """Chooses the experts of each token, without waiting for the device."""
 
     def __call__(
         self,
-        logits: Tensor,  # (num_tokens, num_experts) float32
+        x: Tensor,  # (num_tokens, hidden_size)
+        weights: RouterWeights,
         router: Router,
         held: range,
-        selection_bias: Tensor | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> ChosenExperts:
+        *,
+        shared: int = 0,
+        has_gate: bool = False,
+        timed: TimedChoices | None = None,
+    ) -> tuple[ChosenExperts, Tensor | None]:
         """Choose; the arguments are described at `expert_routing.reference`."""
         ...
 
@@ -133,6 +147,11 @@ class RoutedMLPs(Protocol):
         """True if the weights of a choice multiply what experts read; see `StackedExperts`."""
         ...
 
+    @property
+    def timed(self) -> TimedChoices | None:
+        """Choices of blocks of pairs that were timed; None where nothing is sorted."""
+        ...
+
     def __call__(
         self,
         hidden: Tensor,  # (num_tokens, hidden_size)
@@ -155,9 +174,11 @@ class GatedDeltaRule(Protocol):
         query: Tensor,  # (num_tokens, num_key_heads, key_dim) float32
         key: Tensor,
         value: Tensor,  # (num_tokens, num_value_heads, value_dim) float32
-        log_decay: Tensor,  # (num_tokens, num_value_heads) float32
-        beta: Tensor,
-        state: Tensor,  # (num_slots, num_value_heads, key_dim, value_dim) float32, updated
+        step: Tensor,  # (num_tokens, num_value_heads)
+        share: Tensor,
+        rates: Tensor,  # (num_value_heads,) float32
+        bias: Tensor,
+        state: Tensor,  # (num_slots, num_value_heads, key_dim, value_dim), updated
         spans: StateSpans,
     ) -> Tensor:  # (num_tokens, num_value_heads, value_dim) float32
         """Run the rule; the arguments are described at `recurrence.reference`."""
@@ -172,9 +193,10 @@ class SelectiveScan(Protocol):
         value: Tensor,  # (num_tokens, num_heads, head_dim) float32
         key: Tensor,  # (num_tokens, num_groups, state_dim) float32
         query: Tensor,
-        size: Tensor,  # (num_tokens, num_heads) float32
+        step: Tensor,  # (num_tokens, num_heads)
         rates: Tensor,  # (num_heads,) float32
-        state: Tensor,  # (num_slots, num_heads, state_dim, head_dim) float32, updated
+        bias: Tensor,
+        state: Tensor,  # (num_slots, num_heads, state_dim, head_dim), updated
         spans: StateSpans,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim) float32
         """Scan; the arguments are described at `recurrence.reference`."""
@@ -189,10 +211,62 @@ class ShortConvolution(Protocol):
         x: Tensor,  # (num_tokens, width)
         filters: Tensor,  # (width, taps) float32
         bias: Tensor | None,  # (width,) float32
-        state: Tensor,  # (num_slots, taps - 1, width) float32, updated
+        state: Tensor,  # (num_slots, taps - 1, width), updated
         spans: StateSpans,
-    ) -> Tensor:  # (num_tokens, width) float32
+        *,
+        activates: bool = False,
+        gates: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # (num_tokens, width) float32; with gates of the dtype of x
         """Convolve; the arguments are described at `short_conv.reference`."""
+        ...
+
+
+class GatedNorm(Protocol):
+    """Norms neighbours of what a state was read for, and gates them."""
+
+    def __call__(
+        self,
+        x: Tensor,  # (num_tokens, dim) float32
+        gate: Tensor,  # (num_tokens, dim)
+        norm: NormWeights,
+        dtype: torch.dtype,
+        *,
+        width: int,
+        gates_first: bool,
+        skip: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # (num_tokens, dim) of that dtype
+        """Norm and gate; the arguments are described at `gated_norm.reference`."""
+        ...
+
+
+class AddNorm(Protocol):
+    """Adds a layer's output to the stream, and norms the sum."""
+
+    def __call__(
+        self,
+        added: Tensor,  # (num_tokens, dim)
+        stream: Tensor,
+        norm: NormWeights | None,
+        *,
+        post: NormWeights | None = None,
+        beside: Tensor | None = None,
+        parts: tuple[NormWeights, NormWeights] | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor | None, Tensor]:  # the norm, the sum
+        """Add and norm; see `norm_rope.reference.add_norm_with`."""
+        ...
+
+
+class GatedActivation(Protocol):
+    """Computes act(gate) * up."""
+
+    def __call__(
+        self,
+        gate_up: Tensor,  # (num_tokens, 2 * intermediate) side by side, or gate alone
+        activation: Gating,
+        up: Tensor | None = None,  # (num_tokens, intermediate), if it is apart
+    ) -> Tensor:  # (num_tokens, intermediate)
+        """Compute; see `gated_activation.reference`."""
         ...
 
 
@@ -215,18 +289,39 @@ class PagedAttention(Protocol):
 
 
 class AttentionOverLatents(Protocol):
-    """Attends from every row to the latents of its own sequence."""
+    """Attends from every row's heads to the latents of its own sequence."""
 
     def __call__(
         self,
-        query: Tensor,  # (num_tokens, num_heads, width)
+        query: Tensor,  # (num_tokens, num_heads, plain + rotary)
+        cos: Tensor,  # (num_tokens, rotary / 2) float32
+        sin: Tensor,
         cache: AnyLayerCache,  # this step's tokens are already written
         work: object,  # what this backend's plan_attention returned for the step
         *,
+        keys: Tensor,  # (num_heads, plain, latent)
+        values: Tensor,  # (num_heads, value, latent)
         scale: float,
-        latent: int,
-    ) -> Tensor:  # (num_tokens, num_heads, latent), dtype of query
-        """Attend; see `latent_attention.reference` for the arguments."""
+        query_scale: Tensor | None = None,  # (num_tokens,) float32
+    ) -> Tensor:  # (num_tokens, num_heads, value), dtype of query
+        """Attend; see `latent_attention.reference.latent_attention_with`."""
+        ...
+
+
+class WriteLatents(Protocol):
+    """Writes a step's latents to the cache, and norms those of queries."""
+
+    def __call__(
+        self,
+        found: Tensor,  # (num_tokens, rank + width)
+        cos: Tensor,  # (num_tokens, rotary / 2) float32
+        sin: Tensor,
+        cache: AnyLayerCache,
+        slot_mapping: Tensor,  # (num_tokens,) int64
+        norm: NormWeights,
+        query_norm: NormWeights | None = None,
+    ) -> Tensor | None:  # (num_tokens, rank)
+        """Norm, rotate and write; see `latent_attention.reference.write_latents_with`."""
         ...
 
 
@@ -239,8 +334,11 @@ class RotateAndWrite(Protocol):
         cos: Tensor,  # (num_tokens, rotary_dim / 2) float32
         sin: Tensor,
         cache: LayerCache,
-        slot_mapping: Tensor,  # (num_tokens,) int64
+        slot_mapping: Tensor | None,  # (num_tokens,) int64; None: there are queries alone
         norms: HeadNorms | None = None,
+        query_scale: Tensor | None = None,  # (num_tokens,) float32
+        *,
+        keys_are_values: bool = False,
     ) -> Tensor:  # queries, (num_tokens, num_heads, head_dim)
         """Norm, rotate and write; see `kv_write.reference.rotate_and_write_with`."""
         ...
@@ -255,12 +353,16 @@ class Backend:
     prepare_linear: Callable[[Weight, Tensor | None, torch.dtype], Linear]
     # x (num_tokens, dim), weight (dim,) float32, eps -> (num_tokens, dim)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    # x, residual, weight, eps -> (rms_norm(x + residual), x + residual)
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # x (num_tokens, dim), weight and bias (dim,) float32, eps -> (num_tokens, dim)
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    add_norm: AddNorm
     # x (num_tokens, heads, head_dim), cos and sin (num_tokens, rotary_dim / 2) float32 -> like x
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
-    # gate and up side by side (num_tokens, 2 * intermediate) -> (num_tokens, intermediate)
-    gated_activation: Callable[[Tensor, Gating], Tensor]
+    gated_activation: GatedActivation
+    # x (num_tokens, width) -> like x
+    activated: Callable[[Tensor, Activation], Tensor]
+    # heads (num_tokens, num_heads, head_dim), gates of elements or of heads -> like heads
+    gate_heads: Callable[[Tensor, Tensor], Tensor]
     # logits (num_rows, vocab_size), cap -> float32
     soft_cap: Callable[[Tensor, float], Tensor]
     penalize: Penalize
@@ -276,13 +378,13 @@ class Backend:
     # once per step, shared by all layers; the second argument is the block size
     plan_attention: Callable[[RaggedBatch, int], object]
     paged_attention: PagedAttention
+    write_latents: WriteLatents
     latent_attention: AttentionOverLatents
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
     short_conv: ShortConvolution
-    # x (num_tokens, hidden_size), weight (num_outputs, hidden_size) float32, bias -> float32
-    router_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    route: Route
+    gated_norm: GatedNorm
+    choose: Choose
     # slots of the rows (num_tokens,) int32, number of slots -> once per step, for all layers
     plan_adapters: Callable[[Tensor, int], Any]
     # outputs, added to in place; inputs; factors of the place; what plan_adapters returned
@@ -297,3 +399,8 @@ class Backend:
     # all experts of a layer, activation dtype -> one operation, or None if none covers such
     # weights: then experts run one after another
     prepare_experts: Callable[[StackedExperts, torch.dtype], RoutedMLPs | None] | None = None
+    # a linear, and the row from which on all belong to prompts -> one that rounds those rows to
+    # int8 where that is computed to be faster, or None if there is none for such a linear
+    round_prompts: Callable[[object, int], Linear | None] | None = None
+    # a shared MLP may be experts that every token takes; not if adapters add to it
+    stacks_shared: bool = False

@@ -22,7 +22,6 @@ from appliance.kernels.attention.variant import (
     padded,
 )
 from appliance.kernels.attention.work import (
-    FAN_IN,
     MAX_KV_HEADS,
     MAX_ROWS,
     SPAN_BOUNDS,
@@ -31,7 +30,7 @@ from appliance.kernels.attention.work import (
     TILE_ROWS,
     AttentionWork,
     DecodeSpans,
-    most_spans,
+    most_partials,
     prefill_tiles,
 )
 from appliance.kernels.cache.kv_cache import KVPages
@@ -68,12 +67,15 @@ _launch_plan = Launcher(plan_spans_kernel)
 _launch_share = Launcher(share_spans_kernel)
 
 
-def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
+def plan_attention(
+    batch: RaggedBatch, block_size: int, lengths: tuple[int, ...] | None = None
+) -> AttentionWork:
     """Lay out one step's work; its sizes follow from the shapes of the batch's tensors alone.
 
     Args:
         batch: the step. A decode row with context 0 is padding and gets zeros.
         block_size: token slots in a block.
+        lengths: of spans, between SPAN_BOUNDS; None takes those that are computed.
     """
     assert block_size == PAGE_TOKENS, block_size
     assert batch.decode_rows <= MAX_ROWS, batch.decode_rows
@@ -83,7 +85,7 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
         tiles = torch.from_numpy(host_tiles).to(device, non_blocking=True)
     if tiles is None:  # a captured graph must not copy from the host
         tiles = torch.empty((0, 2), dtype=torch.int32, device=device)
-    return AttentionWork(batch, tiles)
+    return AttentionWork(batch, tiles, lengths or SPAN_LENGTHS)
 
 
 def decode_spans(work: AttentionWork, window: int | None, most_members: int = 1) -> DecodeSpans:
@@ -98,14 +100,17 @@ def decode_spans(work: AttentionWork, window: int | None, most_members: int = 1)
     if window is not None:
         most_members = 1
     if (window, most_members) not in work.spans:
-        work.spans[window, most_members] = _cut_spans(work.batch, window, most_members)
+        work.spans[window, most_members] = _cut_spans(work, window, most_members)
     return work.spans[window, most_members]
 
 
-def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> DecodeSpans:
+def _cut_spans(work: AttentionWork, window: int | None, most_members: int) -> DecodeSpans:
+    batch = work.batch
     device, decodes = batch.query_start.device, batch.num_decodes
     tokens = batch.block_tables.shape[1] * PAGE_TOKENS
-    most = most_spans(tokens, batch.decode_rows, window)
+    step = work.num_rows, tokens, batch.decode_rows, window
+    num_partials = most_partials(*step, work.lengths)
+    most = num_partials // work.num_rows
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -114,10 +119,9 @@ def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> Dec
         table=empty(decodes * most, SPAN_COLUMNS),
         count=empty(1),
         ends=empty(decodes, 2),
-        # A window that begins inside a group may touch one more.
-        max_groups=-(-most // FAN_IN) + 1,
+        most=most,
+        num_partials=num_partials,
     )
-    cut = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, "num_warps": 1}
     lengths = batch.query_start, batch.context_lens
     shared = None
     if most_members > 1:  # a step's number of sequences must not choose another kernel
@@ -132,7 +136,7 @@ def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> Dec
             batch.block_tables.stride(0),
             most_members,
         )
-        _launch_share((decodes,), shared_by, cut)
+        _launch_share((decodes,), shared_by, {"num_warps": 1})
     arguments = (
         spans.table,
         spans.count,
@@ -142,9 +146,11 @@ def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> Dec
         decodes,
         tokens if window is None else window,
         most_members,
+        most,
     )
+    cut = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": work.lengths, "COLUMNS": SPAN_COLUMNS}
     block = max(32, padded(decodes))
-    _launch_plan((decodes,), arguments, {"COLUMNS": SPAN_COLUMNS, "BLOCK": block, **cut})
+    _launch_plan((decodes,), arguments, {**cut, "BLOCK": block, "num_warps": 1})
     return spans
 
 
@@ -230,12 +236,10 @@ def paged_attention(
             if tiles not in spans.arrived:
                 counters = (batch.num_decodes, 1 + spans.max_groups, tiles)
                 spans.arrived[tiles] = torch.zeros(counters, dtype=torch.int32, device=query.device)
-            # Partial results of rows that are split; other rows are written at once. Where drafts
-            # are verified, few of the sequences have as many rows as they may.
-            num_rows = min(batch.num_decodes * batch.decode_rows, num_tokens)
-            rows = len(spans.table) // batch.num_decodes * num_heads * num_rows
-            partial = query.new_empty((rows, head_dim), dtype=torch.float32)
-            partial_lse = query.new_empty(rows, dtype=torch.float32)
+            # Partial results of rows that are split; other rows are written at once.
+            room = spans.num_partials * num_heads
+            partial = query.new_empty((room, head_dim), dtype=torch.float32)
+            partial_lse = query.new_empty(room, dtype=torch.float32)
             arguments = (
                 output,
                 partial,
@@ -247,7 +251,7 @@ def paged_attention(
                 spans.count,
                 spans.ends,
                 batch.decode_rows,
-                num_rows,
+                work.num_rows,
                 spans.max_groups,
                 *after_query,
             )

@@ -27,7 +27,7 @@ class KVCache:
 
     Attributes:
         states: (num_slots, state_bytes) uint8; a row is a sequence's state.
-        recurrent: each recurrent layer's tensors (num_slots, ...) float32, views of `states`.
+        recurrent: each recurrent layer's tensors (num_slots, ...), views of `states`.
     """
 
     layers: tuple[AnyLayerCache, ...]

@@ -10,6 +10,7 @@ import numpy as np
 
 from appliance.kernels import arrays
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision, precisions
+from appliance.kernels.cache.state_format import StateFormat
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.step_structs import CacheLayerStruct, CacheStruct
 from appliance.kernels.cpu.structs import LANES, Format
@@ -30,6 +31,11 @@ _FORMATS = {
     KVFormat.INT4_SEALED: Format.SEALED,
     KVFormat.FP8: Format.FP8,
     KVFormat.K8V4: Format.K8V4,
+}
+_STATE_FORMATS = {
+    StateFormat.FP32: Format.F32,
+    StateFormat.FP16: Format.F16,
+    StateFormat.BF16: Format.BF16,
 }
 
 
@@ -71,6 +77,7 @@ class NativeCache:
         num_open: open blocks, for layers that are sealed.
         num_states: state slots, for layers that are recurrent.
         state_bytes: of one slot.
+        state_format: of its numbers.
         places: of this rank's parts among the others'; None allocates memory.
 
     Attributes:
@@ -91,6 +98,7 @@ class NativeCache:
         num_open: int = 0,
         num_states: int = 0,
         state_bytes: int = 0,
+        state_format: StateFormat = StateFormat.FP32,
         places: CachePlaces | None = None,
     ) -> None:
         assert block_size % PAGE_TOKENS == 0, block_size
@@ -133,6 +141,7 @@ class NativeCache:
             self._slots = places.states.mapping
             self.struct.states = places.states.address
             self.struct.state_bytes = places.states.stride
+            self.struct.state_format = _STATE_FORMATS[state_format]
             self.struct.num_states = num_states
             count = num_states * places.states.stride
             rows = np.frombuffer(self._slots.memory, dtype=np.uint8, count=count)

@@ -137,6 +137,14 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, POINTER(structs.LinearStruct), c_int32, _POINTER),
     ),
+    "ap_linear_pack_trellis": (
+        c_int32,
+        (c_void_p, POINTER(structs.LinearStruct), _POINTER, _POINTER),
+    ),
+    "ap_trellis_encode": (
+        c_int32,
+        (c_void_p, c_int32, _POINTER, _POINTER, c_int32, _POINTER, _POINTER),
+    ),
     "ap_page_bytes": (c_int64, (c_int32, c_int32)),
 }
 

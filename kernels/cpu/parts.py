@@ -103,3 +103,33 @@ def attend_layer(
         )
     )
     return out
+
+
+def encode_trellis(
+    engine: NativeEngine, bits: int, values: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose the symbols of closed sequences, so that their table values are near.
+
+    Args:
+        bits: of a symbol, 2 to 5.
+        values: (count, 64) float32.
+        weights: (count, 64) float32, how often each squared error counts.
+
+    Returns:
+        Symbols, one in a byte, and their values in float32; both (count, 64).
+    """
+    values, weights = values.contiguous(), weights.contiguous()
+    symbols: Tensor = arrays.empty(values.shape, "uint8", values)
+    found: Tensor = arrays.empty(values.shape, "float32", values)
+    check(
+        engine.library.ap_trellis_encode(
+            engine.handle,
+            bits,
+            values.data_ptr(),
+            weights.data_ptr(),
+            values.shape[0],
+            symbols.data_ptr(),
+            found.data_ptr(),
+        )
+    )
+    return symbols, found

@@ -69,6 +69,8 @@ class CacheStruct(Structure):
         ("num_states", c_int32),
         ("states", c_void_p),
         ("state_bytes", c_int64),
+        ("state_format", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 20  # AP_ABI
+ABI = 23  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -63,6 +63,7 @@ class ScaleFormat(IntEnum):
     Q4_K = 35
     Q6_K = 36
     IQ4_XS = 37
+    TRELLIS = 38
 
 
 class Offset(IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from appliance.kernels.cpu.structs import LANES, Format, LinearStruct, ScaleFormat
 from appliance.kernels.weights.ggml_types import SUPERBLOCK
+from appliance.kernels.weights.trellis import BLOCK
 
 _BITS = {
     Format.F32: 32,
@@ -52,12 +53,17 @@ def _tiles(struct: LinearStruct) -> int:
 
 
 def codes_bytes(struct: LinearStruct) -> int:
-    return _tiles(struct) * LANES * int(struct.in_features) * _BITS[Format(struct.format)] // 8
+    tiles = _tiles(struct)
+    if struct.scale_format == ScaleFormat.TRELLIS:  # whole sequences, over four tiles
+        tiles = -(-tiles * LANES // BLOCK) * (BLOCK // LANES)
+    return tiles * LANES * int(struct.in_features) * _BITS[Format(struct.format)] // 8
 
 
 def scales_bytes(struct: LinearStruct) -> int:
     lanes, width = _tiles(struct) * LANES, int(struct.in_features)
     if struct.scale_format in _RECORD_BYTES:
         return lanes * (width // SUPERBLOCK) * _RECORD_BYTES[ScaleFormat(struct.scale_format)]
+    if struct.scale_format == ScaleFormat.TRELLIS:
+        return 4 * lanes
     one = 8 if struct.scale_format == ScaleFormat.E8M0 else _BITS[Format(struct.scale_format)]
     return lanes * (width // int(struct.group)) * one // 8

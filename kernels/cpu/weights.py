@@ -20,6 +20,7 @@ from appliance.kernels.cpu.weight_bytes import codes_bytes, scales_bytes
 from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.trellis import BLOCK, TrellisWeight
 from appliance.kernels.weights.weight import dense
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ GGML_FORMS = {
     "IQ4_NL": GgmlForm(Format.IQ4, Offset.CENTERED, Format.F16, 32),
     "IQ4_XS": GgmlForm(Format.IQ4, Offset.CENTERED, ScaleFormat.IQ4_XS, 32),
 }
+TRELLIS_FORMATS = {2: Format.INT2, 3: Format.INT3, 4: Format.INT4, 5: Format.INT5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class WeightPacker:
             struct = self._fp4(weight)
         elif isinstance(weight, GgmlWeight):
             struct = self._ggml(weight)
+        elif isinstance(weight, TrellisWeight):
+            struct = self._trellis(weight)
         elif isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is not None:
             struct = self._packed(weight)
         else:
@@ -193,6 +197,27 @@ class WeightPacker:
         )
         if weight.input_order is not None:
             struct.input_order = self._order(weight.input_order)
+        return struct
+
+    def _trellis(self, weight: TrellisWeight) -> LinearStruct:
+        """Keep symbols and scales, in as much memory as in the file."""
+        out_features, in_features = weight.shape
+        struct = LinearStruct(
+            format=TRELLIS_FORMATS[weight.bits],
+            offset_kind=Offset.CENTERED,
+            scale_format=ScaleFormat.TRELLIS,
+            group=BLOCK,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        struct.codes = self.arena.claim(codes_bytes(struct))
+        struct.scales = self.arena.claim(scales_bytes(struct))
+        symbols, scale = weight.symbols.contiguous(), weight.scale.float().contiguous()
+        check(
+            self.engine.library.ap_linear_pack_trellis(
+                self.engine.handle, ctypes.byref(struct), symbols.data_ptr(), scale.data_ptr()
+            )
+        )
         return struct
 
     def _fp4(self, weight: Fp4Weight) -> LinearStruct:

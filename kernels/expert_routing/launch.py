@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from appliance.kernels.expert_routing import reference
-from appliance.kernels.expert_routing.kernel import logits_kernel, route_kernel
+from appliance.kernels.expert_routing.kernel import choose_kernel, logits_kernel, route_kernel
 from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_counted
 from appliance.kernels.operations import ChosenExperts
+from appliance.kernels.packed_matmul.launch import workspace_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.gpu.timed import TimedChoices
+    from appliance.kernels.operations import RouterWeights
     from appliance.kernels.routing import Router
 
 MULTIPLIED_ROWS = 16  # for the library are more: here each output's program reads all of them
 ROWS_AT_ONCE = 4  # that a program multiplies
 LOGITS_BLOCK = 1024  # of 4 warps: two 16-byte loads of the weight for each thread
 LOGITS_WARPS = 4
+CHOSEN_ROWS = 8  # whose experts the same launch chooses
 MOST_PLACES = 1024  # experts of a row, with the padding of their groups
 MOST_CHOSEN = 64  # experts of a row
 PROGRAM_ELEMENTS = 8192  # places of all rows that one program routes and sorts: 16 a thread
@@ -32,6 +36,7 @@ MAX_WARPS = 16
 WARP_ELEMENTS = 256
 _launch_logits = Launcher(logits_kernel)
 _launch_route = Launcher(route_kernel)
+_launch_choose = Launcher(choose_kernel)
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,6 +63,10 @@ def route(
     held: range,
     selection_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    shared: int = 0,
+    timed: TimedChoices | None = None,
 ) -> ChosenExperts:
     """See `reference.route`; the choice is sorted, and among equals the lowest number comes first.
 
@@ -66,46 +75,123 @@ def route(
 
     Args:
         logits: as in the reference; rows may be longer in memory.
+        gate: as in the reference, as far apart as rows of logits.
+        timed: of the experts, for the blocks into which the choice is sorted.
     """
     num_rows = len(logits)
     if not num_rows or not covers(router):
-        return reference.route(logits, router, held, selection_bias, expert_scale)
+        return reference.route(
+            logits, router, held, selection_bias, expert_scale, gate, shared=shared
+        )
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.stride(1) == 1, logits.stride()
+    assert gate is None or gate.stride(0) == logits.stride(0), gate.stride()
     rows = rows_of_program(num_rows, router)
     programs = -(-num_rows // rows)
-    shape, device = (num_rows, router.top_k), logits.device
-    ids = torch.empty(shape, dtype=torch.int64, device=device)
-    weights = torch.empty(shape, dtype=torch.float32, device=device)
-    pairs = SortedPairs.empty(ids, len(held))
+    choice, pairs = _empty(num_rows, router, held, shared, timed, logits.device)
     counts = None
     if programs > 1:
-        counts = torch.empty((programs, len(held)), dtype=torch.int32, device=device)
-    is_sorted = counts is None
+        shape = programs, len(held) + shared
+        counts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     arguments = (
-        ids,
-        weights,
+        choice.ids,
+        choice.weights,
         counts,
-        pairs.pairs if is_sorted else None,
-        pairs.experts if is_sorted else None,
+        pairs.pairs if counts is None else None,
+        pairs.experts if counts is None else None,
         logits,
         selection_bias,
         expert_scale,
+        gate,
         num_rows,
         len(pairs.experts),
         logits.stride(0),
     )
-    options = _options(router, held, rows, pairs.tile.block_m if is_sorted else 0)
+    options = _options(router, held, rows, pairs.tile.block_m if counts is None else 0, shared)
     with device_of(logits):
         _launch_route((programs,), arguments, options)
     if counts is not None:
         sort_counted(pairs, counts)
-    return ChosenExperts(ids, weights, pairs)
+    return choice
+
+
+def choose(
+    x: Tensor,
+    weights: RouterWeights,
+    router: Router,
+    held: range,
+    *,
+    shared: int = 0,
+    has_gate: bool = False,
+    timed: TimedChoices | None = None,
+) -> tuple[ChosenExperts, Tensor | None]:
+    """See `reference.choose_with`; one launch for few rows, whose last program chooses."""
+    num_rows = len(x)
+    if not 0 < num_rows <= CHOSEN_ROWS or not covers(router):
+        return _choose_apart(
+            x, weights, router, held, shared=shared, has_gate=has_gate, timed=timed
+        )
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    assert weights.weight.dtype == torch.float32, weights.weight.dtype
+    assert weights.weight.is_contiguous()
+    outputs, device = len(weights.weight), x.device
+    logits = torch.empty((num_rows, outputs), dtype=torch.float32, device=device)
+    choice, pairs = _empty(num_rows, router, held, shared, timed, device)
+    gate = logits[:, -1:] if has_gate else None
+    multiplied = 1 if num_rows == 1 else ROWS_AT_ONCE
+    arguments = (
+        choice.ids,
+        choice.weights,
+        None,
+        pairs.pairs,
+        pairs.experts,
+        logits,
+        weights.selection_bias,
+        weights.expert_scale,
+        gate if shared else None,
+        x,
+        weights.weight,
+        weights.bias,
+        workspace_of(device).arrived,
+        num_rows,
+        len(pairs.experts),
+        outputs,
+        x.shape[1],
+        x.stride(0),
+    )
+    rows = rows_of_program(num_rows, router)
+    options = {
+        "MULTIPLIED": multiplied,
+        "BLOCK": LOGITS_BLOCK,
+        **constexprs(router, held, rows, pairs.tile.block_m, shared),
+        "num_warps": LOGITS_WARPS,
+    }
+    with device_of(x):
+        _launch_choose((outputs, -(-num_rows // multiplied)), arguments, options)
+    return choice, None if shared else gate
+
+
+def _empty(
+    num_rows: int,
+    router: Router,
+    held: range,
+    shared: int,
+    timed: TimedChoices | None,
+    device: torch.device,
+) -> tuple[ChosenExperts, SortedPairs]:
+    """Take memory for a choice, and for the same sorted."""
+    assert not shared or len(held) == router.num_experts, "ranks have parts of a shared MLP"
+    shape = num_rows, router.top_k + shared
+    ids = torch.empty(shape, dtype=torch.int64, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    pairs = SortedPairs.empty(ids, len(held) + shared, timed)
+    return ChosenExperts(ids, weights, pairs), pairs
 
 
 @cache
-def _options(router: Router, held: range, rows: int, block_m: int) -> dict[str, Any]:
-    fixed = constexprs(router, held, rows, block_m)
+def _options(router: Router, held: range, rows: int, block_m: int, shared: int) -> dict[str, Any]:
+    fixed = constexprs(router, held, rows, block_m, shared)
     return {**fixed, "num_warps": num_warps(fixed)}
 
 
@@ -123,6 +209,7 @@ class RouteConstexprs(TypedDict):
     BEST_OF_GROUP: int
     FIRST: int
     NUM_HERE: int
+    SHARED: int
     BLOCK_M: int
     ROWS: int
     GROUPS: int
@@ -150,7 +237,9 @@ def rows_of_program(num_rows: int, router: Router) -> int:
     return max(1, SHARED_ELEMENTS // row)
 
 
-def constexprs(router: Router, held: range, rows: int, block_m: int) -> RouteConstexprs:
+def constexprs(
+    router: Router, held: range, rows: int, block_m: int, shared: int = 0
+) -> RouteConstexprs:
     """Return the compile-time arguments of `route_kernel`; `block_m` is 0 if it does not sort."""
     groups, group = _padded_groups(router)
     return {
@@ -165,6 +254,7 @@ def constexprs(router: Router, held: range, rows: int, block_m: int) -> RouteCon
         "BEST_OF_GROUP": router.best_of_group,
         "FIRST": held.start,
         "NUM_HERE": len(held),
+        "SHARED": shared,
         "BLOCK_M": block_m,
         "ROWS": rows,
         "GROUPS": groups,
@@ -186,3 +276,6 @@ def _padded_groups(router: Router) -> tuple[int, int]:
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+_choose_apart = reference.choose_with(router_logits, route)

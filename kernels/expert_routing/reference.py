@@ -16,8 +16,12 @@ from appliance.kernels.operations import ChosenExperts
 from appliance.kernels.routing import Scoring
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from appliance.kernels.gpu.timed import TimedChoices
+    from appliance.kernels.operations import Choose, RouterWeights
     from appliance.kernels.routing import Router
 
 
@@ -32,8 +36,12 @@ def route(
     held: range,
     selection_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    shared: int = 0,
+    timed: TimedChoices | None = None,
 ) -> ChosenExperts:
-    """Choose experts; the choice is not sorted.
+    """Choose experts; the choice is not sorted, so nothing that was timed counts.
 
     Ties are broken as `torch.topk` breaks them on the device.
 
@@ -43,6 +51,8 @@ def route(
         held: numbers of the experts that are here; the first of them is 0 in the choice.
         selection_bias: (num_experts,) float32; None without one.
         expert_scale: (num_experts,) float32; None without one.
+        gate: (num_tokens, 1) float32, the logit of the weight of shared experts; None: it is 1.
+        shared: experts that every token takes too; their numbers follow those of `held`.
     """
     if router.scoring is Scoring.SOFTMAX:
         scores = torch.softmax(logits, dim=-1)
@@ -62,7 +72,52 @@ def route(
     weights = weights * router.scale
     if expert_scale is not None:
         weights = weights * expert_scale[ids]
-    return ChosenExperts(ids - held.start if held.start else ids, weights)
+    ids = ids - held.start if held.start else ids
+    if shared:
+        always = torch.arange(len(held), len(held) + shared, device=ids.device)
+        share = weights.new_ones(len(ids), 1) if gate is None else gate.sigmoid()
+        ids = torch.cat((ids, always.expand(len(ids), -1)), dim=1)
+        weights = torch.cat((weights, share.expand(-1, shared)), dim=1)
+    return ChosenExperts(ids, weights)
+
+
+def choose_with(
+    router_logits: Callable[..., Tensor], route: Callable[..., ChosenExperts]
+) -> Choose:
+    """Build `choose` from a backend's two operations."""
+
+    def choose(
+        x: Tensor,
+        weights: RouterWeights,
+        router: Router,
+        held: range,
+        *,
+        shared: int = 0,
+        has_gate: bool = False,
+        timed: TimedChoices | None = None,
+    ) -> tuple[ChosenExperts, Tensor | None]:
+        """Choose the experts of rows.
+
+        Args:
+            x: (num_tokens, hidden_size), what the router reads.
+            weights: of the router.
+            router: the rules.
+            held: as in `route`; likewise `shared`.
+            has_gate: the last row of the weight is the gate of the shared MLP.
+            timed: of the experts, for the kernels that sort the choice.
+
+        Returns:
+            The choice, and (num_tokens, 1) float32, the logit of the gate of a shared MLP that is
+            none of the experts, or None.
+        """
+        logits, gate = router_logits(x, weights.weight, weights.bias), None
+        if has_gate:
+            logits, gate = logits[:, :-1], logits[:, -1:]
+        settings = (weights.selection_bias, weights.expert_scale, gate if shared else None)
+        choice = route(logits, router, held, *settings, shared=shared, timed=timed)
+        return choice, None if shared else gate
+
+    return choose
 
 
 def _in_best_groups(choice: Tensor, router: Router) -> Tensor:

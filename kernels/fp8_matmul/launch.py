@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
@@ -16,6 +16,7 @@ from appliance.kernels.fp8_matmul.kernel import fp8_matmul_kernel, quantize_rows
 from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.residency import Footprints
 from appliance.kernels.gpu.target import target_of
+from appliance.kernels.gpu.timed import LaunchChoice, TimedChoices
 from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
@@ -27,7 +28,13 @@ from appliance.kernels.packed_matmul.launch import (
 )
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.kernels.packed_matmul.tiled import pad_bias, tile_fp8
-from appliance.kernels.packed_matmul.tiles import TILE_N, MatmulTile, architecture, choose_splits
+from appliance.kernels.packed_matmul.tiles import (
+    TILE_N,
+    MatmulTile,
+    architecture,
+    choose_splits,
+    fitting_splits,
+)
 from appliance.kernels.weights.fp8 import BLOCK, NAN_CODE, Fp8Weight
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ _launch_quantize = Launcher(quantize_rows_kernel)
 LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
 
 # With FP8 activations nothing is widened, so tiles are chosen for reuse, and like those of
-# packed_matmul from compiled code alone.
+# packed_matmul from compiled code alone: computed, not timed.
 _FEW = (MatmulTile(16, 16, 64, 4, 4), MatmulTile(64, 64, 64, 4, 4))
 FP8_TILES = {
     89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3)),
@@ -60,9 +67,13 @@ FP8_TILES = {
 
 def choose_fp8_tile(rows: int, capability: int) -> MatmulTile:
     """Choose the tile for a number of rows of x and a compute capability (89 is 8.9)."""
+    return next(tile for tile in fp8_tiles_of(capability) if rows <= tile.max_rows)
+
+
+def fp8_tiles_of(capability: int) -> tuple[MatmulTile, ...]:
+    """Return the table of a compute capability, by rows of x."""
     elders = [elder for elder in FP8_TILES if elder <= capability]
-    table = FP8_TILES[120 if capability > 90 else max(elders, default=LEAST_NATIVE)]
-    return next(tile for tile in table if rows <= tile.max_rows)
+    return FP8_TILES[120 if capability > 90 else max(elders, default=LEAST_NATIVE)]
 
 
 class ActivationKind(Enum):
@@ -78,6 +89,8 @@ class Fp8Linear:
 
     weight: Fp8Weight
     bias: Tensor | None  # (out_features,) float32
+    timed: TimedChoices = field(default_factory=TimedChoices, init=False, compare=False, repr=False)
+    splits: dict[int, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def in_features(self) -> int:
@@ -107,12 +120,14 @@ class Fp8Linear:
         if not num_tokens:
             return x.new_empty(0, self.out_features)
         codes, scales = quantize_rows(x)
-        if num_tokens > MOST_OWN_ROWS and self._suits_library(x):
+        most_own = MOST_OWN_ROWS if self.timed.own_rows is None else self.timed.own_rows
+        if num_tokens > most_own and self.suits_library(x.dtype, x.device):
             return self._by_library(codes, scales, x.dtype)
         out = x.new_empty(num_tokens, self.out_features)
         target = target_of(x.device)
-        tile = choose_fp8_tile(num_tokens, target.capability)
-        tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
+        entry = choose_fp8_tile(num_tokens, target.capability)
+        choice = self.timed.entries.get(entry.max_rows, LaunchChoice())
+        tile = choice.tile or entry
         workspace = workspace_of(x.device)
         fixed = fp8_constexprs(
             self.in_features,
@@ -135,19 +150,42 @@ class Fp8Linear:
         )
         options = {**fixed, **launch_options(tile)}
         with device_of(x):
-            program = footprint_of(_FOOTPRINTS, x.device, arguments, options)
-            place = place_of(x.device, program)
-            splits = choose_splits(tiles_n, blocks_k, BLOCK_K * TILE_N, tile, place)
+            splits = choice.splits
+            if splits is None:
+                program = footprint_of(_FOOTPRINTS, x.device, arguments, options)
+                place = place_of(x.device, program)
+                splits = choose_splits(*self._split_sizes, tile, place)
+                self.splits[entry.max_rows] = splits
             grid = (-(-num_tokens // tile.block_m), -(-self.out_features // tile.block_n), splits)
             _launch_matmul(grid, arguments, options)
         return out
 
-    def _suits_library(self, x: Tensor) -> bool:
+    def use(self, timed: TimedChoices) -> None:
+        """Multiply by these choices from now on; what they lack is computed."""
+        self.timed.take(timed)
+        self.splits.clear()
+
+    def splits_for(self, entry: MatmulTile) -> tuple[int, tuple[int, ...]]:
+        """Return the splits for an entry of the table, and those that could be.
+
+        Such a product has run before, with splits that were computed.
+        """
+        tile = self.timed.entries.get(entry.max_rows, LaunchChoice()).tile or entry
+        return self.splits[entry.max_rows], fitting_splits(*self._split_sizes, tile)
+
+    @property
+    def _split_sizes(self) -> tuple[int, int, int]:
+        """Tiles of output features, blocks of inputs, and bytes of a tile in one block."""
+        tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
+        return tiles_n, blocks_k, BLOCK_K * TILE_N
+
+    def suits_library(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return True if the library can multiply activations of a type by this weight."""
         return (
-            x.dtype == torch.bfloat16
+            dtype == torch.bfloat16
             and not self.weight.is_blockwise
             and self.out_features % LIBRARY_MULTIPLE == 0
-            and library_multiplies(x.device)
+            and library_multiplies(device)
         )
 
     def _by_library(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,7 +267,7 @@ def prepare_linear(
     scale = weight.row_scales() if weight.is_blockwise else weight.scale
     group_size = BLOCK if weight.is_blockwise else 0
     tiled = tile_fp8(weight.codes.view(torch.uint8), scale, group_size)
-    return TiledLinear(tiled, pad_bias(bias), gated=False)
+    return TiledLinear(tiled, pad_bias(bias), activation=None)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""The gate of a gated MLP: act(gate) * up."""
+"""Activations of an MLP, alone or as gates, and gates of heads."""

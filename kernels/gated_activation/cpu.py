@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
 
 
-def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
+def gated_activation(gate_up: Tensor, activation: Gating, up: Tensor | None = None) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     match activation:
         case Activation.SILU:
             activated = functional.silu(gate)
@@ -29,5 +29,5 @@ def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
         case Activation.GELU:
             activated = functional.gelu(gate)
         case ClampedSwiGLU() | BoundedSwiGLU():
-            return reference.gated_activation(gate_up, activation)  # rounds once
+            return reference.gated_activation(gate, activation, up)  # rounds once
     return activated.mul_(up)

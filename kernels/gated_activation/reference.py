@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
 
 
-def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: Gating, up: Tensor | None = None) -> Tensor:
     """Compute act(gate) * up, or the activation's own formula.
 
     Args:
-        gate_up: (num_tokens, 2 * intermediate), the gate in the first half.
+        gate_up: (num_tokens, 2 * intermediate), the gate in the first half; the gate alone if `up`
+            is apart.
+        up: (num_tokens, intermediate), or None.
 
     Returns:
         (num_tokens, intermediate), dtype of gate_up.
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.float().chunk(2, dim=-1) if up is None else (gate_up.float(), up.float())
     if isinstance(activation, ClampedSwiGLU):
         limit = activation.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
@@ -53,3 +55,16 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
         case Activation.GELU:
             result = 0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))
     return result.to(x.dtype)
+
+
+def gate_heads(heads: Tensor, gates: Tensor) -> Tensor:
+    """Multiply by the sigmoids of gates, in float32 and rounded to the dtype of the heads.
+
+    Args:
+        heads: (num_tokens, num_heads, head_dim).
+        gates: same shape, or (num_tokens, num_heads, 1).
+
+    Returns:
+        Like heads.
+    """
+    return heads * gates.float().sigmoid().to(heads.dtype)

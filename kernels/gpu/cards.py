@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from appliance.runtime import visible_gpus
+from appliance.runtime import open_nvml, visible_gpus
 
 LEAST_CAPABILITY = 80  # of our kernels
 # https://docs.nvidia.com/cuda/blackwell-compatibility-guide: from here on, CUDA 12.8 is needed.
@@ -138,6 +138,15 @@ def usable_cards() -> list[NvidiaCard]:
     return [card for card in with_kernels(cards, built) if card.uuid]
 
 
+def driver_version(nvml: Any = None) -> str:
+    """Return the version of the cards' driver; "unknown" where it does not say.
+
+    Args:
+        nvml: replaces pynvml.
+    """
+    return _ask_nvml(nvml)[1] or "unknown"
+
+
 def with_kernels(cards: Sequence[NvidiaCard], built: tuple[int, int]) -> list[NvidiaCard]:
     """Return the cards for which our kernels are made, and torch's of a build for CUDA."""
     return [card for card in cards if not (card.is_too_old or card.needs_newer(built))]
@@ -192,12 +201,8 @@ def as_version(number: int) -> tuple[int, int]:
 
 def _ask_nvml(nvml: Any) -> tuple[tuple[NvidiaCard, ...], str, tuple[int, int] | None, str]:
     """Return the cards, the driver's version, its CUDA, and why there are none of these."""
-    if nvml is None:
-        import pynvml
-
-        nvml = pynvml
     try:
-        nvml.nvmlInit()
+        nvml = open_nvml(nvml)
         count = nvml.nvmlDeviceGetCount()
     except Exception as error:  # pynvml has a class for each
         return (), "", None, str(error)

@@ -22,21 +22,23 @@ class ClockRates:
 
     Attributes:
         products: of 16-bit numbers on tensor cores, added in float32.
+        byte_products: of int8 numbers, added in int32.
         memory_bytes: its share of the bandwidth.
     """
 
     products: int
+    byte_products: int
     memory_bytes: float
 
 
 # A100, RTX 3090, 4090, H200 and RTX 5090, at their boost clocks. Professional cards of 8.6 and 8.9
 # add in float32 at twice the rate of these.
 RATES = {
-    80: ClockRates(1024, 13.4),
-    86: ClockRates(256, 6.7),
-    89: ClockRates(256, 3.1),
-    90: ClockRates(2048, 19.9),
-    120: ClockRates(256, 4.4),
+    80: ClockRates(1024, 2048, 13.4),
+    86: ClockRates(256, 1024, 6.7),
+    89: ClockRates(256, 1024, 3.1),
+    90: ClockRates(2048, 4096, 19.9),
+    120: ClockRates(256, 1024, 4.4),
 }
 
 

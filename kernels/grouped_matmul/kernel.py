@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from appliance.kernels.device.group_products import add_group, add_tiles, load_scales, load_x
+from appliance.kernels.gated_activation.kernel import gated_rows
 from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)
@@ -112,7 +113,7 @@ def lay_out_inputs_kernel(
 
 @triton.jit
 def grouped_matmul_kernel(
-    out_ptr,  # (num_pairs, out_features)
+    out_ptr,  # (num_pairs, out_features), half of them if there is an ACTIVATION
     x_ptr,  # (num_pairs / SHARE, in_features), rows x_stride apart
     pairs_ptr,  # of `sort_kernel`
     experts_ptr,
@@ -130,6 +131,9 @@ def grouped_matmul_kernel(
     tiles_n,  # of one expert
     blocks_k,  # of BLOCK_K inputs
     SHARE: tl.constexpr,  # pairs that read one row of x
+    ACTIVATION: tl.constexpr,  # of `gated_rows`; None: all are said
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     CODES: tl.constexpr,
     AXES: tl.constexpr,
     WORDS: tl.constexpr,
@@ -222,8 +226,13 @@ def grouped_matmul_kernel(
         b_acc *= tl.load(channel_scale_ptr + i_tile * TILE_N + o_n)[:, None]
     if bias_ptr is not None:
         b_acc += tl.load(bias_ptr + i_tile * TILE_N + o_n)[:, None]
-    b_at = b_pair.to(tl.int64)[None, :] * out_features + b_n[:, None]
-    b_mask = b_valid[None, :] & (b_n < out_features)[:, None]
+    columns = out_features
+    if ACTIVATION is not None:
+        b_acc = gated_rows(b_acc, ACTIVATION, LIMIT, ALPHA)
+        b_n = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        columns = out_features // 2
+    b_at = b_pair.to(tl.int64)[None, :] * columns + b_n[:, None]
+    b_mask = b_valid[None, :] & (b_n < columns)[:, None]
     tl.store(out_ptr + b_at, b_acc.to(DTYPE), mask=b_mask)
 
 

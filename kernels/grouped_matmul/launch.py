@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.activation import Activation
-from appliance.kernels.gated_activation.launch import gated_activation
-from appliance.kernels.gated_activation.reference import activated
+from appliance.kernels.activation import Activation, gate_constexprs
+from appliance.kernels.gated_activation.launch import activated, gated_activation
 from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import target_of
+from appliance.kernels.gpu.timed import TimedChoices
 from appliance.kernels.grouped_matmul.kernel import (
     add_experts_kernel,
     grouped_matmul_kernel,
@@ -54,6 +54,8 @@ class GroupedLinear:
         bias: float32, one per row of the tiles.
         expert_rows: of an expert with its padding.
         order: see `StackedLinear`.
+        activation: of gate and up, whose rows alternate in runs; then half of the features come
+            out.
     """
 
     weight: TiledWeight | Tensor
@@ -61,6 +63,7 @@ class GroupedLinear:
     out_features: int
     expert_rows: int
     order: Tensor | None
+    activation: Gating | None = None
 
     @property
     def nbytes(self) -> int:
@@ -74,13 +77,14 @@ class GroupedLinear:
             x: (num_tokens, in_features), or a row for each pair.
 
         Returns:
-            (num_pairs, out_features), dtype of x.
+            (num_pairs, out_features), dtype of x; or half of them.
         """
         if self.order is not None:
             x = laid_out_inputs(x, rows.ids, order=self.order)
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        out = x.new_empty(rows.num_pairs, self.out_features)
+        said = self.out_features // (1 if self.activation is None else 2)
+        out = x.new_empty(rows.num_pairs, said)
         weight, tile = self.weight, rows.tile
         if isinstance(weight, TiledWeight):
             stored = (weight.codes, weight.params, weight.channel_scale)
@@ -93,7 +97,12 @@ class GroupedLinear:
             weight, tile, x.shape[1], asm=not target_of(x.device).is_interpreted
         )
         grid = (len(rows.experts), -(-self.out_features // tile.block_n))
-        options = {"SHARE": rows.num_pairs // len(x), **fixed, **launch_options(tile)}
+        options = {
+            "SHARE": rows.num_pairs // len(x),
+            **gate_constexprs(self.activation),
+            **fixed,
+            **launch_options(tile),
+        }
         with device_of(x):
             sums = None
             if (
@@ -133,6 +142,7 @@ class ExpertMLPs:
     up: GroupedLinear | None = None  # see `StackedExperts`
     is_part: bool = False
     weighs_inputs: bool = False
+    timed: TimedChoices = field(default_factory=TimedChoices, init=False, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -147,13 +157,17 @@ class ExpertMLPs:
         out = hidden.new_empty(len(hidden), self.down.out_features)
         if not len(hidden):
             return out
-        rows = sort_pairs(choice.ids, self.num_experts) if choice.pairs is None else choice.pairs
+        rows = choice.pairs
+        if rows is None:
+            rows = sort_pairs(choice.ids, self.num_experts, self.timed)
         if self.weighs_inputs:
             hidden = laid_out_inputs(hidden, rows.ids, weights=choice.weights)
         middle = self.inner(hidden, rows)
         if self.up is not None:
             middle = torch.cat((middle, self.up(hidden, rows)), dim=1)
-        if self.gated:
+        if self.inner.activation is not None:
+            pass  # its operation gates
+        elif self.gated:
             middle = gated_activation(middle, self.activation)
         else:
             assert isinstance(self.activation, Activation)
@@ -229,6 +243,8 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
         for linear in (stacked.inner, stacked.down, stacked.up)
     ]
     inner, down, up = prepared
+    if inner is not None and stacked.in_runs:
+        inner = replace(inner, activation=stacked.activation)
     if inner is None or down is None or (up is None and stacked.up is not None):
         return None
     where = down.weight.codes if isinstance(down.weight, TiledWeight) else down.weight

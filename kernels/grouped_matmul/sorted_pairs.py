@@ -10,9 +10,10 @@ from torch import Tensor
 
 from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.grouped_matmul.kernel import count_kernel, sort_kernel
-from appliance.kernels.grouped_matmul.variant import CHUNK, choose_tile, most_blocks
+from appliance.kernels.grouped_matmul.variant import CHUNK, most_blocks, tile_of
 
 if TYPE_CHECKING:
+    from appliance.kernels.gpu.timed import TimedChoices
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
 _launch_count = Launcher(count_kernel)
@@ -38,9 +39,9 @@ class SortedPairs:
     ids: Tensor
 
     @classmethod
-    def empty(cls, ids: Tensor, num_experts: int) -> SortedPairs:
+    def empty(cls, ids: Tensor, num_experts: int, timed: TimedChoices | None = None) -> SortedPairs:
         """Take memory for as many blocks as these pairs can fill."""
-        tile = choose_tile(ids.numel(), num_experts)
+        tile = tile_of(ids.numel(), num_experts, timed)
         blocks = most_blocks(ids.numel(), num_experts, tile.block_m)
         pairs, experts = (
             torch.empty(count, dtype=torch.int32, device=ids.device)
@@ -54,9 +55,15 @@ class SortedPairs:
         return self.ids.numel()
 
 
-def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
-    """Sort a router's choice, (num_tokens, top_k) int64, by expert."""
-    rows = SortedPairs.empty(ids.contiguous(), num_experts)
+def sort_pairs(ids: Tensor, num_experts: int, timed: TimedChoices | None = None) -> SortedPairs:
+    """Sort a router's choice, (num_tokens, top_k) int64, by expert.
+
+    Args:
+        ids: the choice.
+        num_experts: that are here.
+        timed: of the experts, for the tile of a block.
+    """
+    rows = SortedPairs.empty(ids.contiguous(), num_experts, timed)
     counts = torch.empty((1, num_experts), dtype=torch.int32, device=ids.device)
     with device_of(ids):
         arguments = (counts, rows.ids, rows.num_pairs)

@@ -12,6 +12,7 @@ from appliance.kernels.packed_matmul.tiles import SHORT_GROUP, MatmulTile
 from appliance.kernels.packed_matmul.variant import constexprs_of, product_group
 
 if TYPE_CHECKING:
+    from appliance.kernels.gpu.timed import TimedChoices
     from appliance.kernels.packed_matmul.tiled import Codes, Params, TiledWeight
 
 CHUNK = 256  # pairs that a program of the sort looks at together
@@ -37,7 +38,7 @@ _SHARED = (
 )
 
 
-# By an expert's pairs in a block; none has been timed on a GPU yet.
+# By an expert's average number of pairs; computed, none has been timed on a GPU yet.
 TILES = (
     MatmulTile(8, 8, 64, 2, 4),
     MatmulTile(16, 16, 64, 2, 4),
@@ -51,6 +52,13 @@ def choose_tile(num_pairs: int, num_experts: int) -> MatmulTile:
     """Choose by an expert's average number of pairs, which shapes alone decide."""
     average = -(-num_pairs // num_experts)
     return next((tile for tile in TILES if average <= tile.max_rows), TILES[-1])
+
+
+def tile_of(num_pairs: int, num_experts: int, timed: TimedChoices | None) -> MatmulTile:
+    """Return the tile that was timed for so many pairs, or else the one that is computed."""
+    entry = choose_tile(num_pairs, num_experts)
+    choice = None if timed is None else timed.entries.get(entry.max_rows)
+    return entry if choice is None or choice.tile is None else choice.tile
 
 
 def without_cap(tile: MatmulTile, kind: Codes, group_size: int) -> MatmulTile:

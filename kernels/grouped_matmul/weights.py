@@ -60,6 +60,7 @@ class StackedExperts:
         up: only if gate and up read their inputs in different orders; then `inner` is gate alone.
         is_part: a router also chooses experts that are elsewhere.
         weighs_inputs: the router's weights multiply what experts read, not what they say.
+        in_runs: rows of gate and of up alternate in `inner`, in runs of GATE_RUN.
     """
 
     num_experts: int
@@ -70,6 +71,7 @@ class StackedExperts:
     up: StackedLinear | None = None
     is_part: bool = False
     weighs_inputs: bool = False
+    in_runs: bool = False
 
 
 def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:

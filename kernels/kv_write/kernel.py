@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from appliance.kernels.device.hadamard import hadamard
 from appliance.kernels.kv_page import layout
 
 INT8_MAX: tl.constexpr = tl.constexpr(127.0)
@@ -14,6 +15,7 @@ ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23
 # The same to multiples of 2^-9, the smallest E4M3: the sum's last bits are the code.
 E4M3_ROUNDER: tl.constexpr = tl.constexpr(16384.0)
 PAGE: tl.constexpr = tl.constexpr(layout.PAGE_TOKENS)
+ALL_BLOCK: tl.constexpr = tl.constexpr(1024)  # elements that a norm of all heads reads at a time
 
 
 def _sources(order):
@@ -61,62 +63,78 @@ def e4m3_code(x):
 
 
 @triton.jit
-def hadamard(b_x, SIZE: tl.constexpr):
-    """Return the normalized transform of each SIZE neighbours of (heads, dims)."""
-    HEADS: tl.constexpr = b_x.shape[0]
-    DIMS: tl.constexpr = b_x.shape[1]
-    for stage in tl.static_range(SIZE.bit_length() - 1):
-        b_x = tl.reshape(b_x, (HEADS * DIMS // (2 << stage), 2, 1 << stage))
-        b_first, b_second = tl.split(tl.permute(b_x, 0, 2, 1))
-        b_x = tl.permute(tl.join(b_first + b_second, b_first - b_second), 0, 2, 1)
-    return tl.reshape(b_x, (HEADS, DIMS)) * (SIZE**-0.5)
+def root_of_all(p_row, count, eps):
+    """Return 1 / sqrt(mean(x^2) + eps) of a token's heads, which lie side by side."""
+    o_at = tl.arange(0, ALL_BLOCK)
+    b_sum = tl.zeros((ALL_BLOCK,), tl.float32)
+    for start in tl.range(0, count, ALL_BLOCK, num_stages=1):
+        b_x = tl.load(p_row + start + o_at, mask=start + o_at < count, other=0.0).to(tl.float32)
+        b_sum += b_x * b_x
+    return tl.rsqrt(tl.sum(b_sum, 0) / count + eps)
+
+
+@triton.jit
+def roots_of_each(b_x, eps, HEAD_DIM: tl.constexpr):
+    """Return 1 / sqrt(mean(x^2) + eps) of each head, (heads, 1)."""
+    return tl.rsqrt(tl.sum(b_x * b_x, 1) / HEAD_DIM + eps)[:, None]
 
 
 @triton.jit
 def prepare(
-    p_head,  # (BLOCK_HEADS, 1), where each head begins
+    p_row,  # where the token's first head begins
+    num_heads,
+    b_head,  # (BLOCK_HEADS,)
     b_valid,
     norm_ptr,
     p_cos,
     p_sin,
     eps,
-    p_mean,  # (BLOCK_HEADS, 1), where each head's mean begins
+    mean_ptr,  # (num_heads, HEAD_DIM)
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HALF: tl.constexpr,  # half of the rotated dimensions; 0 without RoPE
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,  # the value of a HeadNormKind, or None
     HAS_MEAN: tl.constexpr,
     HADAMARD: tl.constexpr,  # size; 0 without one
 ):
-    """Return heads after norm, RoPE, subtraction of their mean and Hadamard transform.
+    """Return heads after norm and RoPE, subtraction of their mean and Hadamard transform.
 
     They are rounded to their dtype after each step.
     """
-    DTYPE: tl.constexpr = p_head.dtype.element_ty
+    DTYPE: tl.constexpr = p_row.dtype.element_ty
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
     b_in = o_dim < HEAD_DIM
-    b_x = tl.load(p_head + o_dim[None, :], mask=b_valid[:, None] & b_in[None, :], other=0.0)
-    b_x = b_x.to(tl.float32)
-    if HAS_NORM:
-        b_root = tl.rsqrt(tl.sum(b_x * b_x, 1) / HEAD_DIM + eps)[:, None]
-        b_weight = tl.load(norm_ptr + o_dim, mask=b_in, other=0.0)
-        b_x = (b_x * b_root * b_weight[None, :]).to(DTYPE).to(tl.float32)
+    b_at = (b_head * HEAD_DIM)[:, None]
+    b_mask = b_valid[:, None] & b_in[None, :]
+    b_x = tl.load(p_row + b_at + o_dim[None, :], mask=b_mask, other=0.0).to(tl.float32)
+    p_weight = norm_ptr
+    if NORM == "all":  # heads have weights of their own
+        b_root = root_of_all(p_row, num_heads * HEAD_DIM, eps)
+        p_weight += b_at
+    elif NORM == "each":
+        b_root = roots_of_each(b_x, eps, HEAD_DIM)
+    if NORM == "all" or NORM == "each":
+        b_weight = tl.load(p_weight + o_dim[None, :], mask=b_mask, other=0.0)
+        b_x = (b_x * b_root * b_weight).to(DTYPE).to(tl.float32)
     if HALF > 0:
         b_turned = o_dim < 2 * HALF
         o_pair = tl.where(o_dim < HALF, o_dim + HALF, o_dim - HALF)
         b_pair_mask = b_valid[:, None] & b_turned[None, :]
-        b_pair = tl.load(p_head + o_pair[None, :], mask=b_pair_mask, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            b_weight = tl.load(norm_ptr + o_pair, mask=b_turned, other=0.0)
-            b_pair = (b_pair * b_root * b_weight[None, :]).to(DTYPE).to(tl.float32)
+        p_pair = p_row + b_at + o_pair[None, :]
+        b_pair = tl.load(p_pair, mask=b_pair_mask, other=0.0).to(tl.float32)
+        if NORM == "all" or NORM == "each":
+            b_weight = tl.load(p_weight + o_pair[None, :], mask=b_pair_mask, other=0.0)
+            b_pair = (b_pair * b_root * b_weight).to(DTYPE).to(tl.float32)
         b_cos = tl.load(p_cos + o_dim % HALF, mask=b_turned, other=1.0)
         b_sin = tl.load(p_sin + o_dim % HALF, mask=b_turned, other=0.0)
         b_sin = tl.where(o_dim < HALF, -b_sin, b_sin)
         b_x = b_x * b_cos[None, :] + b_pair * b_sin[None, :]
         b_x = b_x.to(DTYPE).to(tl.float32)
+    if NORM == "rotated":
+        b_weight = tl.load(norm_ptr + o_dim, mask=b_in, other=0.0)[None, :]
+        b_x = (b_x * roots_of_each(b_x, eps, HEAD_DIM) * b_weight).to(DTYPE).to(tl.float32)
     if HAS_MEAN:
-        b_mask = b_valid[:, None] & b_in[None, :]
-        b_x -= tl.load(p_mean + o_dim[None, :], mask=b_mask, other=0.0)
+        b_x -= tl.load(mean_ptr + b_at + o_dim[None, :], mask=b_mask, other=0.0)
         b_x = b_x.to(DTYPE).to(tl.float32)
     if HADAMARD > 0:
         b_x = hadamard(b_x, HADAMARD).to(DTYPE).to(tl.float32)
@@ -215,8 +233,9 @@ def kv_write_kernel(
     value_ptr,
     cos_ptr,  # (num_tokens, HALF) float32, or None
     sin_ptr,
-    query_norm_ptr,  # (head_dim,) float32, or None
+    query_norm_ptr,  # (head_dim,) float32, for "all" (num_heads * head_dim,); or None
     key_norm_ptr,
+    query_scale_ptr,  # (num_tokens,) float32, or None
     key_mean_ptr,  # (num_kv_heads, head_dim) float32, or None
     slot_mapping_ptr,  # (num_tokens,) int64; rows with a negative slot are not written
     query_stride,
@@ -225,16 +244,18 @@ def kv_write_kernel(
     num_heads,
     num_kv_heads,
     eps,
+    value_eps,  # of a norm of values, or None
     KV_FORMAT: tl.constexpr,  # the pages' layout
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HEAD_DIM_STORED: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HADAMARD: tl.constexpr,
     HAS_QUERY: tl.constexpr,
+    HAS_KEY: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)
@@ -246,85 +267,97 @@ def kv_write_kernel(
     if HALF > 0:
         p_cos += i_token * HALF
         p_sin += i_token * HALF
-    kv_parts = (num_kv_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
-    if i_part < kv_parts:
-        slot = tl.load(slot_mapping_ptr + i_token)
-        if slot >= 0:
-            b_head = i_part * BLOCK_HEADS + o_head
-            b_valid = b_head < num_kv_heads
-            b_page = slot // PAGE * num_kv_heads + b_head
-            token = (slot % PAGE).to(tl.int32)
-            p_mean = key_mean_ptr
-            if HAS_MEAN:
-                p_mean += (b_head * HEAD_DIM)[:, None]
-            b_key = prepare(
-                key_ptr + i_token * key_stride + (b_head * HEAD_DIM)[:, None],
+    kv_parts = 0
+    if HAS_KEY:
+        kv_parts = (num_kv_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
+        if i_part < kv_parts:
+            slot = tl.load(slot_mapping_ptr + i_token)
+            if slot >= 0:
+                b_head = i_part * BLOCK_HEADS + o_head
+                b_valid = b_head < num_kv_heads
+                b_page = slot // PAGE * num_kv_heads + b_head
+                token = (slot % PAGE).to(tl.int32)
+                b_key = prepare(
+                    key_ptr + i_token * key_stride,
+                    num_kv_heads,
+                    b_head,
+                    b_valid,
+                    key_norm_ptr,
+                    p_cos,
+                    p_sin,
+                    eps,
+                    key_mean_ptr,
+                    HEAD_DIM,
+                    HEAD_DIM_PADDED,
+                    HALF,
+                    NORM,
+                    HAS_MEAN,
+                    HADAMARD,
+                )
+                p_value = value_ptr + i_token * value_stride + (b_head * HEAD_DIM)[:, None]
+                b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
+                b_value = tl.load(p_value + o_dim[None, :], mask=b_mask, other=0.0).to(tl.float32)
+                if value_eps is not None:
+                    b_value *= roots_of_each(b_value, value_eps, HEAD_DIM)
+                    b_value = b_value.to(value_ptr.dtype.element_ty).to(tl.float32)
+                write_heads(
+                    b_key,
+                    pages_ptr,
+                    halves_ptr,
+                    head_scales_ptr,
+                    b_page,
+                    token,
+                    b_head,
+                    b_valid,
+                    KV_FORMAT,
+                    False,
+                    HEAD_DIM,
+                    HEAD_DIM_STORED,
+                    PAGE_ELEMENTS,
+                )
+                if KV_FORMAT == "fp8":
+                    head_scales_ptr += num_kv_heads
+                write_heads(
+                    b_value,
+                    pages_ptr,
+                    halves_ptr,
+                    head_scales_ptr,
+                    b_page,
+                    token,
+                    b_head,
+                    b_valid,
+                    KV_FORMAT,
+                    True,
+                    HEAD_DIM,
+                    HEAD_DIM_STORED,
+                    PAGE_ELEMENTS,
+                )
+    if HAS_QUERY:  # noqa: SIM102  # a constant decides whether the rest is compiled
+        if i_part >= kv_parts:
+            b_head = (i_part - kv_parts) * BLOCK_HEADS + o_head
+            b_valid = b_head < num_heads
+            b_query = prepare(
+                query_ptr + i_token * query_stride,
+                num_heads,
+                b_head,
                 b_valid,
-                key_norm_ptr,
+                query_norm_ptr,
                 p_cos,
                 p_sin,
                 eps,
-                p_mean,
+                None,
                 HEAD_DIM,
                 HEAD_DIM_PADDED,
                 HALF,
-                HAS_NORM,
-                HAS_MEAN,
+                NORM,
+                False,
                 HADAMARD,
             )
-            p_value = value_ptr + i_token * value_stride + (b_head * HEAD_DIM)[:, None]
+            if query_scale_ptr is not None:
+                DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+                b_query *= tl.load(query_scale_ptr + i_token).to(DTYPE).to(tl.float32)
+            p_output = (
+                output_ptr + (i_token * num_heads + b_head)[:, None] * HEAD_DIM + o_dim[None, :]
+            )
             b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
-            b_value = tl.load(p_value + o_dim[None, :], mask=b_mask, other=0.0).to(tl.float32)
-            write_heads(
-                b_key,
-                pages_ptr,
-                halves_ptr,
-                head_scales_ptr,
-                b_page,
-                token,
-                b_head,
-                b_valid,
-                KV_FORMAT,
-                False,
-                HEAD_DIM,
-                HEAD_DIM_STORED,
-                PAGE_ELEMENTS,
-            )
-            if KV_FORMAT == "fp8":
-                head_scales_ptr += num_kv_heads
-            write_heads(
-                b_value,
-                pages_ptr,
-                halves_ptr,
-                head_scales_ptr,
-                b_page,
-                token,
-                b_head,
-                b_valid,
-                KV_FORMAT,
-                True,
-                HEAD_DIM,
-                HEAD_DIM_STORED,
-                PAGE_ELEMENTS,
-            )
-    elif HAS_QUERY:
-        b_head = (i_part - kv_parts) * BLOCK_HEADS + o_head
-        b_valid = b_head < num_heads
-        b_query = prepare(
-            query_ptr + i_token * query_stride + (b_head * HEAD_DIM)[:, None],
-            b_valid,
-            query_norm_ptr,
-            p_cos,
-            p_sin,
-            eps,
-            None,
-            HEAD_DIM,
-            HEAD_DIM_PADDED,
-            HALF,
-            HAS_NORM,
-            False,
-            HADAMARD,
-        )
-        p_output = output_ptr + (i_token * num_heads + b_head)[:, None] * HEAD_DIM + o_dim[None, :]
-        b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
-        tl.store(p_output, b_query.to(output_ptr.dtype.element_ty), mask=b_mask)
+            tl.store(p_output, b_query.to(output_ptr.dtype.element_ty), mask=b_mask)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cache.kv_cache import KVPages
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.kernels.kv_page.codes import hadamard
 from appliance.kernels.kv_page.reference import write_rows
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.cache.kv_cache import LayerCache
-    from appliance.kernels.operations import HeadNorms
+    from appliance.kernels.head_norms import HeadNorms
 
 INT8_MAX = 127
 FLOAT16_MAX = 65504.0
@@ -77,51 +78,76 @@ def rotate_and_write_with(
 ) -> Callable[..., Tensor]:
     """Build `rotate_and_write` from a backend's single operations."""
 
+    def norm_of(heads: Tensor, weight: Tensor, norms: HeadNorms) -> Tensor:
+        """Norm the heads of queries or of keys."""
+        width = weight.shape[0]
+        return rms_norm(heads.reshape(-1, width), weight, norms.eps).view(heads.shape)
+
     def rotate_and_write(
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache,
-        slot_mapping: Tensor,
+        slot_mapping: Tensor | None,
         norms: HeadNorms | None = None,
+        query_scale: Tensor | None = None,
+        *,
+        keys_are_values: bool = False,
     ) -> Tensor:
         """Bring a step's queries and keys into their final form, and write keys and values.
 
-        Each query and key head is normed and rotated; the cache's mean is subtracted from the keys;
-        and the Hadamard transform follows if the format asks for it. Each step rounds to the dtype
-        of qkv.
+        Queries and keys are normed and rotated; the cache's mean is subtracted from the keys; the
+        Hadamard transform follows if the format asks for it; queries are scaled. Each step rounds
+        to the dtype of qkv.
 
         Args:
-            qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values.
+            qkv: (num_tokens, heads, head_dim): queries, keys, values.
             cos: (num_tokens, rotary_dim / 2) float32.
             sin: same shape.
             cache: the blocks of one layer.
-            slot_mapping: (num_tokens,) int64, as `write_kv` takes it.
+            slot_mapping: (num_tokens,) int64, as `write_kv` takes it. None: qkv are the queries
+                alone of a layer that reads the blocks of another.
             norms: of queries and keys, or None.
+            query_scale: (num_tokens,) float32, or None.
+            keys_are_values: values are the keys before norm and RoPE, and qkv has them once.
 
         Returns:
             The queries, (num_tokens, num_heads, head_dim), dtype of qkv.
         """
-        num_rotated = qkv.shape[1] - cache.num_kv_heads
-        num_heads = num_rotated - cache.num_kv_heads
-        rotated, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if norms is not None:
-            parts = rotated.split([num_heads, cache.num_kv_heads], dim=1)
-            weights = norms.query, norms.key
-            rotated = torch.cat(
-                [
-                    rms_norm(part.reshape(-1, part.shape[-1]), weight, norms.eps).view(part.shape)
-                    for part, weight in zip(parts, weights, strict=True)
-                ],
-                dim=1,
-            )
-        rotated = rotary(rotated, cos, sin)
-        if cache.key_mean is not None:
-            keys = (rotated[:, num_heads:].float() - cache.key_mean).to(qkv.dtype)
-            rotated = torch.cat((rotated[:, :num_heads], keys), dim=1)
-        if cache.format.is_rotated:
-            rotated = hadamard(rotated).to(qkv.dtype)
-        write_kv(rotated[:, num_heads:], value, cache, slot_mapping)
-        return rotated[:, :num_heads]
+        query, key, value = parts_of(qkv, cache, slot_mapping, keys_are_values=keys_are_values)
+
+        def final(heads: Tensor, weight: Tensor | None, mean: Tensor | None) -> Tensor:
+            is_last = norms is not None and norms.kind is HeadNormKind.ROTATED
+            if norms is not None and weight is not None and not is_last:
+                heads = norm_of(heads, weight, norms)
+            heads = rotary(heads, cos, sin)
+            if norms is not None and weight is not None and is_last:
+                heads = norm_of(heads, weight, norms)
+            if mean is not None:
+                heads = (heads.float() - mean).to(qkv.dtype)
+            return hadamard(heads).to(qkv.dtype) if cache.format.is_rotated else heads
+
+        query = final(query, None if norms is None else norms.query, None)
+        if query_scale is not None:
+            query = query * query_scale.view(-1, 1, 1).to(query.dtype)
+        if key is not None and value is not None and slot_mapping is not None:
+            key = final(key, None if norms is None else norms.key, cache.key_mean)
+            if norms is not None and norms.value_eps is not None:
+                ones = torch.ones(value.shape[-1], device=value.device)
+                value = rms_norm(value, ones, norms.value_eps)
+            write_kv(key, value, cache, slot_mapping)
+        return query
 
     return rotate_and_write
+
+
+def parts_of(
+    qkv: Tensor, cache: LayerCache, slot_mapping: Tensor | None, *, keys_are_values: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Split qkv (num_tokens, heads, head_dim) of `rotate_and_write` into its three parts."""
+    if slot_mapping is None:
+        return qkv, None, None
+    num_kv_heads = cache.num_kv_heads
+    num_heads = qkv.shape[1] - (1 if keys_are_values else 2) * num_kv_heads
+    key = qkv[:, num_heads : num_heads + num_kv_heads]
+    return qkv[:, :num_heads], key, qkv[:, -num_kv_heads:]

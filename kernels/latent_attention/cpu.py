@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from appliance.kernels.cache.decoder_cache import AnyLayerCache
 
 
-def latent_attention(
+def attend_latents(
     query: Tensor, cache: AnyLayerCache, work: object, *, scale: float, latent: int
 ) -> Tensor:
-    """Attend; see `reference.latent_attention`, with the work from `cpu_plan.plan_attention`."""
+    """Attend; see `reference.attend_latents`, with the work from `cpu_plan.plan_attention`."""
     assert isinstance(work, CpuAttentionWork)
-    return reference.latent_attention(query, cache, work.batch, scale=scale, latent=latent)
+    return reference.attend_latents(query, cache, work.batch, scale=scale, latent=latent)

@@ -2,21 +2,18 @@
 
 A row of queries is a head of a token; a sequence's rows lie one after another, so a tile takes any
 neighbours of them. In decode programs share out spans of the keys and leave partial results, which
-`latent_merge_kernel` merges; in prefill a program folds all keys of its rows.
+`latent_values_kernel` merges; in prefill a program folds all keys of its rows.
 """
 
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention.merge_kernel import merge
-from appliance.kernels.attention.spans_kernel import seen_spans
 from appliance.kernels.attention.tile_kernel import (
     LARGEST_INVERSE,
     PAGE,
     SMALLEST,
     exp2,
     log2,
-    power_for,
     start,
 )
 from appliance.kernels.kv_page import layout
@@ -170,36 +167,11 @@ def attend_latents(
     return b_acc, b_lse
 
 
-@triton.jit
-def scale_queries_kernel(
-    scaled_ptr,  # (rows, WIDTH), dtype of the products with codes
-    undo_ptr,  # (rows,) float32, inverse scales
-    query_ptr,  # (rows, WIDTH)
-    WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr,
-):
-    """Multiply each query by a power of two, exactly, so that float16 holds it.
-
-    In a launch of its own, so that attention brings queries straight into shared memory.
-    """
-    i_row = tl.program_id(0).to(tl.int64)
-    o_element = tl.arange(0, WIDTH_PADDED)
-    b_in = o_element < WIDTH
-    p_query = query_ptr + i_row * WIDTH + o_element
-    b_query = tl.load(p_query, mask=b_in, other=0.0).to(tl.float32)
-    factor = power_for(tl.max(tl.abs(b_query), 0))
-    tl.store(undo_ptr + i_row, 1.0 / factor)
-    b_query = (b_query * factor).to(scaled_ptr.dtype.element_ty)
-    tl.store(scaled_ptr + i_row * WIDTH + o_element, b_query, mask=b_in)
-
-
 # A new width of the block tables, or number of rows, must not recompile a kernel while serving.
-@triton.jit(
-    do_not_specialize=["block_tables_stride", "num_heads", "max_rows", "most_spans", "num_tiles"]
-)
+@triton.jit(do_not_specialize=["block_tables_stride", "num_heads", "num_rows", "num_tiles"])
 def latent_decode_kernel(
-    partial_ptr,  # (num_seqs, most_spans, max_rows * num_heads, LATENT) float32
-    partial_lse_ptr,  # (num_seqs, most_spans, max_rows * num_heads) float32, base 2
+    partial_ptr,  # (most_spans, num_rows, num_heads, LATENT) float32
+    partial_lse_ptr,  # (most_spans, num_rows, num_heads) float32, base 2
     query_ptr,  # (num_tokens, num_heads, LATENT + ROTARY)
     undo_ptr,  # (num_tokens, num_heads) float32, the queries' inverse scales; of codes only
     pages_ptr,  # (num_blocks, page) elements, or bytes of codes
@@ -211,9 +183,8 @@ def latent_decode_kernel(
     block_tables_ptr,  # (num_seqs, max_blocks) int32
     block_tables_stride,
     num_heads,
-    max_rows,  # most tokens of a sequence
-    most_spans,  # of a sequence
-    num_tiles,  # of the rows of max_rows tokens
+    num_rows,  # most tokens of all sequences
+    num_tiles,  # of the heads of a sequence's most tokens
     score_scale,
     ASM: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -240,9 +211,9 @@ def latent_decode_kernel(
         query_start = tl.load(query_start_ptr + i_seq)
         num_tokens = tl.load(query_start_ptr + i_seq + 1) - query_start
         context_len = tl.load(context_lens_ptr + i_seq)
-        num_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
+        tile_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
         first_position = context_len - num_tokens
-        last_position = first_position + (first_row + num_rows - 1) // num_heads
+        last_position = first_position + (first_row + tile_rows - 1) // num_heads
         key_end = tl.minimum(tl.load(p_span + 2), last_position + 1)
         i_query = query_start.to(tl.int64) * num_heads + first_row
         p_undo = undo_ptr
@@ -251,13 +222,13 @@ def latent_decode_kernel(
         b_mean, b_lse = attend_latents(
             query_ptr + i_query * (LATENT + ROTARY),
             p_undo,
-            num_rows,
+            tile_rows,
             first_position + (first_row + o_m) // num_heads,
             pages_ptr,
             records_ptr,
             block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
             tl.load(p_span + 1),
-            tl.where(num_rows > 0, key_end, 0),
+            tl.where(tile_rows > 0, key_end, 0),
             score_scale,
             ASM,
             COMPUTE,
@@ -275,65 +246,13 @@ def latent_decode_kernel(
         i_seq = tl.load(p_span, volatile=True)
         query_start = tl.load(query_start_ptr + i_seq, volatile=True)
         num_tokens = tl.load(query_start_ptr + i_seq + 1, volatile=True) - query_start
-        num_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
-        i_partial = i_seq.to(tl.int64) * most_spans + tl.load(p_span + 3)
-        i_partial = i_partial * (max_rows * num_heads) + first_row
-        b_valid = o_m < num_rows
+        tile_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
+        i_partial = tl.load(p_span + 3).to(tl.int64) * num_rows + query_start
+        i_partial = i_partial * num_heads + first_row
+        b_valid = o_m < tile_rows
         tl.store(partial_lse_ptr + i_partial + o_m, b_lse, mask=b_valid)
         p_partial = partial_ptr + i_partial * LATENT + (o_m * LATENT)[:, None] + o_latent[None, :]
         tl.store(p_partial, b_mean, mask=b_valid[:, None] & (o_latent < LATENT)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_heads", "max_rows", "most_spans", "tokens"])
-def latent_merge_kernel(
-    output_ptr,  # (num_tokens, num_heads, LATENT)
-    partial_ptr,  # as in `latent_decode_kernel`, and so on
-    partial_lse_ptr,
-    query_start_ptr,
-    context_lens_ptr,
-    num_heads,
-    max_rows,
-    most_spans,
-    tokens,  # at least as many as a context has
-    LATENT: tl.constexpr,
-    LATENT_PADDED: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    FAN_IN: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Merge the spans' partial results of some rows of a sequence."""
-    i_seq = tl.program_id(0).to(tl.int64)
-    first_row = tl.program_id(1) * ROWS
-    o_row = tl.arange(0, ROWS)
-    o_latent = tl.arange(0, LATENT_PADDED)
-    query_start = tl.load(query_start_ptr + i_seq)
-    num_tokens = tl.load(query_start_ptr + i_seq + 1) - query_start
-    context_len = tl.load(context_lens_ptr + i_seq)
-    b_valid = first_row + o_row < num_tokens * num_heads
-    _, _, last = seen_spans(context_len, num_tokens, tokens, BOUNDS, LENGTHS)
-    step = max_rows * num_heads
-    b_mean, _ = merge(
-        partial_ptr,
-        partial_lse_ptr,
-        i_seq * most_spans * step + first_row,
-        b_valid,
-        step,
-        0,
-        last,
-        0,
-        1,
-        ROWS,
-        LATENT,
-        LATENT_PADDED,
-        FAN_IN,
-    )
-    b_row = query_start.to(tl.int64) * num_heads + first_row + o_row
-    tl.store(
-        output_ptr + b_row[:, None] * LATENT + o_latent[None, :],
-        b_mean.to(output_ptr.dtype.element_ty),
-        mask=b_valid[:, None] & (o_latent < LATENT)[None, :],
-    )
 
 
 @triton.jit(do_not_specialize=["block_tables_stride", "num_heads"])

@@ -12,7 +12,7 @@ from appliance.kernels.attention.launch import (
     programs_at_once,
     unsupported,
 )
-from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
+from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase
 from appliance.kernels.attention.work import TILE_ROWS, AttentionWork
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
@@ -22,13 +22,15 @@ from appliance.kernels.gpu.target import Target, target_of
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.latent_attention.kernel import (
     latent_decode_kernel,
-    latent_merge_kernel,
     latent_prefill_kernel,
-    scale_queries_kernel,
+)
+from appliance.kernels.latent_attention.step_kernel import (
+    latent_values_kernel,
+    map_queries_kernel,
+    write_latents_kernel,
 )
 from appliance.kernels.latent_attention.variant import (
-    MERGE_WARPS,
-    SCALE_WARPS,
+    VALUE_ROWS,
     WIDEST_FLOAT32,
     LatentVariant,
 )
@@ -37,33 +39,82 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.cache.decoder_cache import AnyLayerCache
+    from appliance.kernels.norm_rope.weights import NormWeights
 
 WIDEST = 512, 64  # elements of a latent, and of a key's rotary part
 FORMATS = tuple(form for form in KVFormat if form.has_elements)
 _FOOTPRINTS = Footprints(latent_decode_kernel)
-_launch_scale_queries = Launcher(scale_queries_kernel)
+_launch_write = Launcher(write_latents_kernel)
+_launch_map = Launcher(map_queries_kernel)
 _launch_latent_decode = Launcher(latent_decode_kernel)
-_launch_latent_merge = Launcher(latent_merge_kernel)
+_launch_latent_values = Launcher(latent_values_kernel)
 _launch_latent_prefill = Launcher(latent_prefill_kernel)
 
 
-def latent_attention(
-    query: Tensor, cache: AnyLayerCache, work: object, *, scale: float, latent: int
-) -> Tensor:
-    """Attend from every row to its own sequence's latents; see `reference.latent_attention`.
+def write_latents(
+    found: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: AnyLayerCache,
+    slot_mapping: Tensor,
+    norm: NormWeights,
+    query_norm: NormWeights | None = None,
+) -> Tensor | None:
+    """See `reference.write_latents_with`; one launch. Rows of `found` may lie apart."""
+    assert isinstance(cache, KVPages)
+    assert cache.in_rows, "latents lie side by side"
+    num_tokens, latent, rotary = len(found), len(norm.weight), 2 * cos.shape[1]
+    assert latent + rotary == 2 * cache.head_dim, (latent, rotary, cache.head_dim)
+    assert found.stride(1) == 1, found.stride()
+    rank = found.shape[1] - latent - rotary
+    queries = None if query_norm is None else found.new_empty(num_tokens, rank)
+    if not num_tokens:
+        return queries
+    is_codes = cache.format.is_quantized
+    arguments = (
+        queries,
+        cache.pages if is_codes else cache.elements,
+        cache.halves if is_codes else None,
+        found,
+        norm.weight,
+        None if query_norm is None else query_norm.weight,
+        cos.contiguous(),
+        sin.contiguous(),
+        slot_mapping,
+        rank,
+        found.stride(0),
+        norm.eps,
+        0.0 if query_norm is None else query_norm.eps,
+    )
+    variant = LatentVariant(cache.format, found.dtype, 1, latent, rotary)
+    fixed = variant.write_constexprs(0 if query_norm is None else rank)
+    with device_of(found):
+        _launch_write((num_tokens, 1 if query_norm is None else 2), arguments, fixed)
+    return queries
 
-    Both matrix products use the dtype of the query and sum in float32. Launches follow from shapes
-    alone, so a captured graph serves other lengths.
+
+def latent_attention(
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: AnyLayerCache,
+    work: object,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    query_scale: Tensor | None = None,
+) -> Tensor:
+    """Attend from every row's heads to its own sequence's latents.
+
+    Products use the dtype of the query and sum in float32. Launches follow from shapes alone, so a
+    captured graph serves other lengths. See `reference.latent_attention_with` for the arguments.
 
     Args:
-        query: (num_tokens, num_heads, width) bfloat16, float16 or float32.
+        query: bfloat16, float16 or float32; rows may lie apart.
         cache: pages of this layer, with this step's tokens written.
         work: the AttentionWork from `attention.launch.plan_attention`.
-        scale: multiplies q . k.
-        latent: elements of a token that are summed.
-
-    Returns:
-        (num_tokens, num_heads, latent), dtype of query.
+        keys: dtype of query, contiguous; likewise values.
 
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the format.
@@ -72,68 +123,29 @@ def latent_attention(
     assert isinstance(cache, KVPages)
     assert scale > 0, scale
     assert cache.in_rows, "latents lie side by side"
-    num_tokens, num_heads, width = query.shape
-    assert width == 2 * cache.head_dim, (width, cache.head_dim)
-    check_latents(latent, width - latent, cache.block_size, query.dtype, cache.format)
-    query = query.contiguous()
-    output = query.new_empty(num_tokens, num_heads, latent)
+    num_tokens, num_heads, _ = query.shape
+    latent, rotary, value = keys.shape[2], 2 * cos.shape[1], values.shape[1]
+    assert latent + rotary == 2 * cache.head_dim, (latent, rotary, cache.head_dim)
+    check_latents(latent, rotary, cache.block_size, query.dtype, cache.format)
+    variant = LatentVariant(cache.format, query.dtype, num_heads, latent, rotary)
+    output = query.new_empty(num_tokens, num_heads, value)
+    if not num_tokens:
+        return output
     batch, device = work.batch, query.device
     target = target_of(device)
-    variant = LatentVariant(cache.format, query.dtype, num_heads, latent, width - latent)
     is_codes = cache.format.is_quantized
-    undo = None
-    if is_codes:
-        query, undo = _scaled(query, variant.compute_dtype)
     stored = (cache.pages, cache.elements) if is_codes else (cache.elements, None)
     geometry = batch.query_start, batch.context_lens
     tables = batch.block_tables, batch.block_tables.stride(0)
     with device_of(query):
-        if batch.num_decodes:
-            block_m, fixed = _configured(variant, Phase.DECODE, target)
-            spans = decode_spans(work, None)
-            most = len(spans.table) // batch.num_decodes
-            rows = batch.decode_rows * num_heads
-            tiles = -(-rows // block_m)
-            partial = query.new_empty((len(spans.table) * rows, latent), dtype=torch.float32)
-            partial_lse = query.new_empty(len(partial), dtype=torch.float32)
-            arguments = (
-                partial,
-                partial_lse,
-                query,
-                undo,
-                *stored,
-                spans.table,
-                spans.count,
-                *geometry,
-                *tables,
-                num_heads,
-                batch.decode_rows,
-                most,
-                tiles,
-                scale * LOG2_E,
-            )
-            at_once = programs_at_once(_FOOTPRINTS, device, arguments, fixed)
-            _launch_latent_decode((min(len(spans.table) * tiles, at_once),), arguments, fixed)
-            _launch_latent_merge(
-                (batch.num_decodes, -(-rows // variant.merged_rows)),
-                (
-                    output,
-                    partial,
-                    partial_lse,
-                    *geometry,
-                    num_heads,
-                    batch.decode_rows,
-                    most,
-                    batch.block_tables.shape[1] * PAGE_TOKENS,
-                ),
-                {**variant.merge_constexprs, "num_warps": MERGE_WARPS},
-            )
+        query, undo = _mapped(variant, query, keys, (cos, sin), query_scale)
         if len(work.tiles):
             block_m, fixed = _configured(variant, Phase.PREFILL, target)
+            attended = query.new_empty((num_tokens, num_heads, latent), dtype=output.dtype)
             _launch_latent_prefill(
                 (len(work.tiles), TILE_ROWS * num_heads // block_m),
                 (
-                    output,
+                    attended,
                     query,
                     undo,
                     *stored,
@@ -145,24 +157,94 @@ def latent_attention(
                 ),
                 fixed,
             )
+            # Of rows that are decoded this maps nothing; they are written below.
+            output = torch.einsum("nhl,hvl->nhv", attended, values).contiguous()
+        if batch.num_decodes:
+            block_m, fixed = _configured(variant, Phase.DECODE, target)
+            spans = decode_spans(work, None)
+            tiles = -(-batch.decode_rows * num_heads // block_m)
+            room = spans.num_partials * num_heads
+            partial = query.new_empty((room, latent), dtype=torch.float32)
+            partial_lse = query.new_empty(room, dtype=torch.float32)
+            arguments = (
+                partial,
+                partial_lse,
+                query,
+                undo,
+                *stored,
+                spans.table,
+                spans.count,
+                *geometry,
+                *tables,
+                num_heads,
+                work.num_rows,
+                tiles,
+                scale * LOG2_E,
+            )
+            at_once = programs_at_once(_FOOTPRINTS, device, arguments, fixed)
+            _launch_latent_decode((min(len(spans.table) * tiles, at_once),), arguments, fixed)
+            _launch_latent_values(
+                (num_heads, -(-batch.num_decodes * batch.decode_rows // VALUE_ROWS)),
+                (
+                    output,
+                    partial,
+                    partial_lse,
+                    values,
+                    spans.ends,
+                    batch.query_start,
+                    batch.num_decodes,
+                    batch.decode_rows,
+                    num_heads,
+                    work.num_rows,
+                ),
+                variant.value_constexprs(value),
+            )
     return output
 
 
-def _scaled(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return queries (num_tokens, num_heads, width) as large as float16 holds, and the inverses.
+def _mapped(
+    variant: LatentVariant,
+    query: Tensor,
+    keys: Tensor,
+    angles: tuple[Tensor, Tensor],
+    query_scale: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return queries (num_tokens, num_heads, width) that read latents, and their inverse scales.
 
-    The inverses are (num_tokens * num_heads,) float32, powers of two.
+    Of codes, queries are as large as float16 holds; the inverses (num_tokens, num_heads) float32
+    are powers of two.
     """
-    rows, width = query.flatten(0, 1), query.shape[-1]
-    scaled = torch.empty_like(query, dtype=dtype)
-    undo = query.new_empty(len(rows), dtype=torch.float32)
-    with device_of(query):
-        _launch_scale_queries(
-            (len(rows),),
-            (scaled, undo, rows),
-            {"WIDTH": width, "WIDTH_PADDED": padded(width), "num_warps": SCALE_WARPS},
-        )
-    return scaled, undo
+    num_tokens, num_heads, query_dim = query.shape
+    width, plain = variant.latent + variant.rotary, keys.shape[1]
+    assert query_dim == plain + variant.rotary, (query.shape, keys.shape)
+    assert keys.dtype == query.dtype, (keys.dtype, query.dtype)
+    assert keys.is_contiguous()
+    assert query.stride()[1:] == (query_dim, 1), query.stride()
+    mapped = query.new_empty((num_tokens, num_heads, width), dtype=variant.compute_dtype)
+    undo = None
+    if variant.kv_format.is_quantized:
+        undo = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    fixed = variant.map_constexprs(plain, num_tokens)
+    block_m = fixed["BLOCK_M"]
+    assert isinstance(block_m, int)
+    cos, sin = angles
+    _launch_map(
+        (num_heads, -(-num_tokens // block_m)),
+        (
+            mapped,
+            undo,
+            query,
+            keys,
+            cos.contiguous(),
+            sin.contiguous(),
+            query_scale,
+            num_tokens,
+            num_heads,
+            query.stride(0),
+        ),
+        fixed,
+    )
+    return mapped, undo
 
 
 def _configured(

@@ -18,20 +18,26 @@ from appliance.kernels.attention.variant import (
     Tile,
     padded,
 )
-from appliance.kernels.attention.work import (
-    FAN_IN,
-    SPAN_BOUNDS,
-    SPAN_COLUMNS,
-    SPAN_LENGTHS,
+from appliance.kernels.attention.work import SPAN_COLUMNS
+from appliance.kernels.kv_page.layout import (
+    DIM_STEP,
+    PAGE_TOKENS,
+    layout_name,
+    page_bytes,
+    stored_dims,
 )
-from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes
 
 if TYPE_CHECKING:
     from appliance.kernels.cache.kv_format import KVFormat
 
 LEAST_DIMS = 16  # that a product sums
-MERGE_WARPS = 4
-SCALE_WARPS = 4
+VALUE_WARPS = 8
+VALUE_ROWS = 8  # of one head, whose partial results a program merges and maps
+VALUE_BLOCK = 32  # elements of a value that a product gives
+MERGED_AT_ONCE = 4
+WRITE_WARPS = 4
+MAP_FEW_ROWS = 16  # of one head, which a program maps; of more rows 64, or 32
+MAP_BLOCK = 32  # elements of a query that a product sums
 
 # Of five stages two bring block ids, so two tiles of tokens are in flight while one is multiplied.
 # Queries stay in shared memory beside them. A cap on registers keeps ptxas from spilling a few
@@ -119,16 +125,45 @@ class LatentVariant:
         }
         return fixed | ({"SPAN_COLUMNS": SPAN_COLUMNS} if phase is Phase.DECODE else {})
 
-    @property
-    def merge_constexprs(self) -> dict[str, object]:
-        """The compile-time arguments of the kernel that merges."""
-        cut = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS}
-        return self._widths | cut | {"FAN_IN": FAN_IN, "ROWS": self.merged_rows}
+    def map_constexprs(self, plain: int, num_tokens: int) -> dict[str, object]:
+        """Return the compile-time arguments of the kernel that maps queries, and its warps."""
+        is_few = num_tokens <= MAP_FEW_ROWS
+        # Queries of codes are scaled by their largest element: both are in registers at once.
+        of_many = 2 if self.kv_format.is_quantized else 4
+        return self._widths | {
+            "PLAIN": plain,
+            "ROTARY": self.rotary,
+            "ROTARY_PADDED": max(LEAST_DIMS, padded(self.rotary)),
+            "BLOCK_M": MAP_FEW_ROWS * (1 if is_few else of_many),
+            "BLOCK_K": MAP_BLOCK,
+            "STAGES": 2,
+            "num_warps": 4 if is_few else 8,
+        }
+
+    def value_constexprs(self, value: int) -> dict[str, object]:
+        """Return the compile-time arguments of the kernel that merges, and its warps."""
+        merged = {"AT_ONCE": MERGED_AT_ONCE, "ROWS": VALUE_ROWS, "num_warps": VALUE_WARPS}
+        return self._widths | {"VALUE": value, "BLOCK_V": VALUE_BLOCK} | merged
+
+    def write_constexprs(self, rank: int) -> dict[str, object]:
+        """Return the compile-time arguments of the kernel that writes tokens, and its warps."""
+        half = (self.latent + self.rotary) // 2
+        name = self.kv_format.value
+        return self._widths | {
+            "KV_FORMAT": layout_name(name, True),
+            "ROTARY": self.rotary,
+            "HALF_PADDED": max(DIM_STEP, padded(half)),
+            "HALF_STORED": stored_dims(name, half),
+            "PAGE_ELEMENTS": self._page_elements,
+            "RANK_PADDED": padded(rank),
+            "num_warps": WRITE_WARPS,
+        }
 
     @property
-    def merged_rows(self) -> int:
-        """Rows of a program that merges; a thread has four elements of one."""
-        return max(1, 4 * 32 * MERGE_WARPS // padded(self.latent))
+    def _page_elements(self) -> int:
+        half = (self.latent + self.rotary) // 2
+        element = 1 if self.kv_format.is_quantized else self.kv_format.storage_dtype.itemsize
+        return page_bytes(self.kv_format.value, half) // element
 
     @property
     def _widths(self) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""RMS norm, alone or after a residual addition, and rotary position embedding."""
+"""Norms, alone or of a sum with the stream, and rotary position embedding."""

@@ -16,11 +16,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.mul(factor).mul_(weight).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

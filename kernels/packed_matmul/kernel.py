@@ -20,6 +20,8 @@ from appliance.kernels.device.group_products import (
 )
 from appliance.kernels.device.scale_records import load_record, record_scales
 from appliance.kernels.device.scaled_products import multiply_scaled
+from appliance.kernels.device.trellis_symbols import load_weights, rows_of
+from appliance.kernels.gated_activation.kernel import gated_rows
 from appliance.kernels.weight_codes.kernel import (
     tile_scales,
     to_scaled_weights,
@@ -28,7 +30,6 @@ from appliance.kernels.weight_codes.kernel import (
 )
 
 TILE_N: tl.constexpr = tl.constexpr(64)
-LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent within float32
 LINE: tl.constexpr = tl.constexpr(32)  # words of memory that are prefetched together
 LINES: tl.constexpr = tl.constexpr(128)  # of codes that are prefetched for each tile of features
 
@@ -76,13 +77,14 @@ def packed_matmul_kernel(
     partial_ptr,  # (programs, BLOCK_N * BLOCK_M) float32 where inputs are split
     arrived_ptr,  # (programs / splits,) int32, zero before and after
     num_tokens,
-    out_features,  # of the result; half of the weight's rows if GATED
+    out_features,  # of the result; half of the weight's rows if there is an ACTIVATION
     in_features,
     x_stride,
     sums_stride,
     blocks_k,  # of BLOCK_K inputs
     CODES: tl.constexpr,
     AXES: tl.constexpr,
+    TRELLIS: tl.constexpr,  # bits of a trellis's symbols; 0 for other codes
     WORDS: tl.constexpr,  # of a stored tile
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
@@ -91,7 +93,9 @@ def packed_matmul_kernel(
     GROUP: tl.constexpr,  # inputs whose product has a scale; 0: all
     SCALES: tl.constexpr,  # of a feature in a stored tile, applied to weights in registers
     FOLDED: tl.constexpr,  # inputs whose codes take scale and offset in registers; 0: none
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of `gated_rows`; None: all rows are said
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -149,13 +153,14 @@ def packed_matmul_kernel(
                 TILE_K, PARAMS, RECORD, FOLDED, EVEN_K, BLOCK_K, ASM,
             )  # fmt: skip
         else:
-            o_word = tl.arange(0, TILES_K * WORDS)[None, :]
             for i_part in tl.static_range(BLOCK_K // PART_K):
                 start = i_block * BLOCK_K + i_part * PART_K
                 b_product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUP != 0 else b_acc
                 for i_step in tl.static_range(PART_K // STEP_K):
                     at = start + i_step * STEP_K
-                    b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
+                    if not TRELLIS:
+                        o_word = tl.arange(0, TILES_K * WORDS)[None, :]
+                        b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
                     b_x = load_x(x_ptr, b_x_row, b_valid_m, at, in_features, STEP_K, EVEN_K)
                     b_one, b_other = None, None
                     if PARAMS == "fp16_zero" and not FOLDED:
@@ -168,7 +173,12 @@ def packed_matmul_kernel(
                             params_ptr, i_tile, tiles_k, at // TILE_K, b_words, TILES_N, TILES_K,
                             SCALES, ASM,
                         )  # fmt: skip
-                    if FOLDED:
+                    if TRELLIS:
+                        o_tile = (at // TILE_K + tl.arange(0, TILES_K)) * WORDS
+                        b_weight = load_weights(
+                            p_tiles + o_tile[None, :], AXES, BLOCK_N, STEP_K, TRELLIS, DTYPE, ASM
+                        )
+                    elif FOLDED:
                         b_one, b_first, b_other, b_second = scales_of_words(
                             params_ptr, i_tile, num_groups, at // FOLDED, b_words, TILES_N, TILES_K,
                             PARAMS,
@@ -202,18 +212,13 @@ def packed_matmul_kernel(
             return
         b_acc = sum_partials(partial_ptr, arrived_ptr, i_out, splits, BLOCK_N, BLOCK_M)
 
-    b_n = i_n * BLOCK_N + o_n
+    b_n = i_n * BLOCK_N + rows_of(o_n, TRELLIS)
     if channel_scale_ptr is not None:
         b_acc *= tl.load(channel_scale_ptr + b_n)[:, None]
     if bias_ptr is not None:
         b_acc += tl.load(bias_ptr + b_n)[:, None]
-    if GATED:
-        # 8 rows of gate, then their 8 rows of up: a thread has both.
-        b_pairs = tl.reshape(b_acc, (BLOCK_N // 16, 2, 8, BLOCK_M))
-        b_gate, b_up = tl.split(tl.permute(b_pairs, (0, 2, 3, 1)))
-        b_gate = tl.reshape(b_gate, (BLOCK_N // 2, BLOCK_M))
-        b_up = tl.reshape(b_up, (BLOCK_N // 2, BLOCK_M))
-        b_acc = b_gate / (1.0 + tl.exp(tl.minimum(-b_gate, LARGE))) * b_up
+    if ACTIVATION is not None:
+        b_acc = gated_rows(b_acc, ACTIVATION, LIMIT, ALPHA)
         b_n = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     b_at = b_m.to(tl.int64)[None, :] * out_features + b_n[:, None]
     b_mask = b_valid_m[None, :] & (b_n < out_features)[:, None]
@@ -260,6 +265,7 @@ def dequantize_kernel(
     blocks_k,
     CODES: tl.constexpr,
     AXES: tl.constexpr,
+    TRELLIS: tl.constexpr,
     WORDS: tl.constexpr,
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
@@ -273,19 +279,23 @@ def dequantize_kernel(
     i_tile, i_block = tl.program_id(0), tl.program_id(1)
     i_from = i_first_tile + i_tile
     p_words = codes_ptr + (i_from.to(tl.int64) * blocks_k + i_block) * (TILES_K * WORDS)
-    b_words = tl.load(p_words + tl.arange(0, TILES_K * WORDS))
-    b_one, b_other = None, None
-    if SCALES:
-        b_words = b_words[None, :]
-        b_one, b_other = tile_scales(
-            params_ptr, i_from, blocks_k * TILES_K, i_block * TILES_K, b_words, 1, TILES_K, SCALES,
-            ASM,
-        )  # fmt: skip
-    b_weight = to_weights(
-        b_words, b_one, b_other, 1, TILES_K, AXES, TILE_N, BLOCK_K, CODES, DTYPE, ASM
-    )
+    if TRELLIS:
+        p_tile = p_words + (tl.arange(0, TILES_K) * WORDS)[None, :]
+        b_weight = load_weights(p_tile, AXES, TILE_N, BLOCK_K, TRELLIS, DTYPE, ASM)
+    else:
+        b_words = tl.load(p_words + tl.arange(0, TILES_K * WORDS))
+        b_one, b_other = None, None
+        if SCALES:
+            b_words = b_words[None, :]
+            b_one, b_other = tile_scales(
+                params_ptr, i_from, blocks_k * TILES_K, i_block * TILES_K, b_words, 1, TILES_K,
+                SCALES, ASM,
+            )  # fmt: skip
+        b_weight = to_weights(
+            b_words, b_one, b_other, 1, TILES_K, AXES, TILE_N, BLOCK_K, CODES, DTYPE, ASM
+        )
     b_weight = b_weight.to(tl.float32)
-    o_n = tl.arange(0, TILE_N)
+    o_n = rows_of(tl.arange(0, TILE_N), TRELLIS)
     if GROUP == 0:
         b_weight *= tl.load(channel_scale_ptr + i_from * TILE_N + o_n)[:, None]
     else:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.gpu.direct_launch import Launcher, Specialization, device_of, stream_of
 from appliance.kernels.gpu.residency import MOST_PROGRAMS, Footprint, Footprints, multiprocessors_of
 from appliance.kernels.gpu.target import Target, early_options, starts_early, target_of
+from appliance.kernels.gpu.timed import LaunchChoice, TimedChoices
 from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.kernel import (
     dequantize_kernel,
@@ -32,11 +32,13 @@ from appliance.kernels.packed_matmul.slices import (
 from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiled import (
     GATE_RUN,
+    Codes,
     TiledWeight,
     interleaved_gate_up,
     pad_bias,
     tile_fp4,
     tile_packed,
+    tile_trellis,
 )
 from appliance.kernels.packed_matmul.tiles import (
     MAX_COUNTERS,
@@ -50,7 +52,6 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_tile,
     fitting_splits,
 )
-from appliance.kernels.packed_matmul.timed import TimedChoices
 from appliance.kernels.packed_matmul.variant import (
     DENSE_BLOCK_M,
     LOOKUP_BLOCK_M,
@@ -58,13 +59,15 @@ from appliance.kernels.packed_matmul.variant import (
     dequantize_constexprs,
     matmul_constexprs,
     may_fold,
-    product_group,
     rows_constexprs,
     takes_sums,
+    tiling_group,
 )
+from appliance.kernels.rotation.launch import rotated
 from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,10 +75,10 @@ if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
     from appliance.kernels.gpu.residency import Multiprocessors
     from appliance.kernels.operations import Linear
-    from appliance.kernels.packed_matmul.tiled import Codes
     from appliance.kernels.weights.weight import Weight
 
-    Tileable = PackedWeight | Fp4Weight | GgmlWeight
+    OfAnyRows = PackedWeight | Fp4Weight | GgmlWeight
+    Tileable = OfAnyRows | TrellisWeight
 
 
 GROUP_MULTIPLE = 32
@@ -154,11 +157,11 @@ class MatmulPlan:
 
 @dataclass(frozen=True, slots=True)
 class TiledLinear:
-    """x @ weight.T + bias with a tiled weight, and optionally silu(gate) * up of the result."""
+    """x @ weight.T + bias with a tiled weight, and optionally act(gate) * up of the result."""
 
     weight: TiledWeight
     bias: Tensor | None  # (padded out_features,) float32
-    gated: bool
+    activation: Gating | None  # of gate and up, in runs of GATE_RUN rows
     # By a tile's rows and x's dtype; and heights of dense slices by steps of rows and capability.
     plans: dict[tuple[int, torch.dtype], MatmulPlan] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -167,6 +170,10 @@ class TiledLinear:
         default_factory=dict, init=False, compare=False, repr=False
     )
     timed: TimedChoices = field(default_factory=TimedChoices, init=False, compare=False, repr=False)
+    # Of rows of prompts, which `int8_matmul` may multiply.
+    prompts: TimedChoices = field(
+        default_factory=TimedChoices, init=False, compare=False, repr=False
+    )
 
     @property
     def in_features(self) -> int:
@@ -174,7 +181,7 @@ class TiledLinear:
 
     @property
     def out_features(self) -> int:
-        return self.weight.out_features // (2 if self.gated else 1)
+        return self.weight.out_features // (1 if self.activation is None else 2)
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +200,7 @@ class TiledLinear:
             kind=weight.kind,
             params_kind=weight.params_kind,
             group_size=weight.group_size,
-            gated=self.gated,
+            gated=self.activation is not None,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -207,9 +214,11 @@ class TiledLinear:
         """
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         assert x.dtype in DTYPES, x.dtype
-        if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
-            x = x.contiguous()
         weight, num_tokens = self.weight, x.shape[0]
+        if weight.kind.is_trellis:
+            x = rotated(x)
+        elif x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
+            x = x.contiguous()
         target = target_of(x.device)
         if num_tokens > WIDENED_ROWS:
             key = -(-num_tokens // ROW_STEP), target.capability
@@ -231,9 +240,7 @@ class TiledLinear:
 
     def use(self, timed: TimedChoices) -> None:
         """Multiply by these choices from now on; what they lack is computed."""
-        self.timed.tiles.clear()
-        self.timed.tiles.update(timed.tiles)
-        self.timed.widened_rows = timed.widened_rows
+        self.timed.take(timed)
         self.plans.clear()
         self.slices.clear()
 
@@ -247,7 +254,7 @@ class TiledLinear:
         return plan.splits, fitting_splits(*_split_sizes(self.weight, plan), plan.tile)
 
     def _heights(self, steps: int, capability: int, card: Multiprocessors) -> tuple[int, ...]:
-        widened = self.timed.widened_rows
+        widened = self.timed.own_rows
         if widened is None:
             return choose_slices(self.form, steps, capability, card)
         if steps * ROW_STEP <= widened:
@@ -280,9 +287,11 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> L
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the GPU.
     """
-    if not isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight) or dtype == torch.float32:
+    if dtype == torch.float32:
         return dense_linear(weight, bias, dtype)
-    linear = TiledLinear(_tiled(weight, dtype), pad_bias(bias), gated=False)
+    if not isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight | TrellisWeight):
+        return dense_linear(weight, bias, dtype)
+    linear = TiledLinear(_tiled(weight, dtype), pad_bias(bias), activation=None)
     return reordered(linear, _order_of(weight))
 
 
@@ -295,21 +304,18 @@ def prepare_table(weight: Weight, dtype: torch.dtype) -> TiledLinear | None:
     if not isinstance(weight, GgmlWeight) or dtype == torch.float32:
         return None
     assert weight.input_order is None, "rows are looked up in the order of the inputs"
-    return TiledLinear(_tiled(weight, dtype), None, gated=False)
+    return TiledLinear(_tiled(weight, dtype), None, activation=None)
 
 
-def has_gated(weight: Tileable, dtype: torch.dtype, activation: Gating) -> bool:
+def has_gated(weight: OfAnyRows, dtype: torch.dtype) -> bool:
     """Return True if `prepare_gate_up` accepts such a weight."""
-    return (
-        _order_of(weight) is None
-        and not weight.shape[0] % (2 * GATE_RUN)
-        and dtype in DTYPES
-        and activation is Activation.SILU
-    )
+    return _order_of(weight) is None and not weight.shape[0] % (2 * GATE_RUN) and dtype in DTYPES
 
 
-def prepare_gate_up(weight: Tileable, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
-    """Lay out one linear for silu(x @ gate.T) * (x @ up.T).
+def prepare_gate_up(
+    weight: OfAnyRows, bias: Tensor | None, dtype: torch.dtype, activation: Gating
+) -> TiledLinear:
+    """Lay out one linear for act(x @ gate.T) * (x @ up.T).
 
     Args:
         weight: gate above up, (2 * intermediate, in_features); intermediate is a multiple of 8.
@@ -325,7 +331,7 @@ def prepare_gate_up(weight: Tileable, bias: Tensor | None, dtype: torch.dtype) -
     assert _order_of(weight) is None, "not read here"
     rows = interleaved_gate_up(weight.shape[0]).to(_device_of(weight))
     bias = None if bias is None else bias[rows]
-    return TiledLinear(_tiled(weight.rows(rows), dtype), pad_bias(bias), gated=True)
+    return TiledLinear(_tiled(weight.rows(rows), dtype), pad_bias(bias), activation=activation)
 
 
 def _tiled(weight: Tileable, dtype: torch.dtype) -> TiledWeight:
@@ -333,28 +339,33 @@ def _tiled(weight: Tileable, dtype: torch.dtype) -> TiledWeight:
     workspace_of(_device_of(weight))
     if isinstance(weight, Fp4Weight):
         return tile_fp4(weight, dtype)
+    if isinstance(weight, TrellisWeight):
+        return tile_trellis(weight)
     return tile_packed(weight) if isinstance(weight, PackedWeight) else tile_ggml(weight)
 
 
 def _device_of(weight: Tileable) -> torch.device:
+    if isinstance(weight, TrellisWeight):
+        return weight.symbols.device
     return (weight.blocks if isinstance(weight, GgmlWeight) else weight.codes).device
 
 
 def _order_of(weight: Tileable) -> Tensor | None:
-    return None if isinstance(weight, Fp4Weight) else weight.input_order
+    return None if isinstance(weight, Fp4Weight | TrellisWeight) else weight.input_order
 
 
 @lru_cache(maxsize=1 << 14)
 def _tile_for(rows: int, capability: int, kind: Codes, group_size: int) -> MatmulTile:
-    group = product_group(kind, group_size)
+    group = tiling_group(kind, group_size)
     return choose_tile(rows, capability, group, may_fold=may_fold(kind, group_size))
 
 
 def _plan(linear: TiledLinear, entry: MatmulTile, target: Target) -> MatmulPlan:
     weight, early = linear.weight, starts_early(linear.weight.codes.device)
-    tile, splits = linear.timed.tiles.get(entry.max_rows, (entry, None))
+    timed = linear.timed.entries.get(entry.max_rows, LaunchChoice())
+    tile = timed.tile or entry
     asm = not target.is_interpreted
-    fixed = matmul_constexprs(weight, tile, gated=linear.gated, early=early, asm=asm)
+    fixed = matmul_constexprs(weight, tile, activation=linear.activation, early=early, asm=asm)
     options = {**fixed, **launch_options(tile), **early_options(early=early)}
     return MatmulPlan(
         entry,
@@ -365,7 +376,7 @@ def _plan(linear: TiledLinear, entry: MatmulTile, target: Target) -> MatmulPlan:
         has_sums=not fixed["FOLDED"] and takes_sums(weight.params_kind, tile.max_rows),
         blocks_n=-(-weight.out_features // tile.block_n),
         blocks_k=_blocks_k(weight),
-        splits=splits,
+        splits=timed.splits,
     )
 
 
@@ -457,7 +468,9 @@ def _multiply_dense(linear: TiledLinear, x: Tensor, heights: tuple[int, ...]) ->
         else:
             torch.addmm(linear.bias[start:end].to(x.dtype), x, dense.t(), out=part)
         start = end
-    return gated_activation(out, Activation.SILU, run=GATE_RUN) if linear.gated else out
+    if linear.activation is None:
+        return out
+    return gated_activation(out, linear.activation, run=GATE_RUN)
 
 
 def dequantize_rows(weight: TiledWeight, start: int, out: Tensor) -> None:
@@ -524,7 +537,7 @@ def _check_supported(weight: Tileable, dtype: torch.dtype) -> None:
     if isinstance(weight, GgmlWeight):
         kind = weight.type_name
     else:
-        kind = f"{weight.bits if isinstance(weight, PackedWeight) else 4}-bit"
+        kind = "4-bit" if isinstance(weight, Fp4Weight) else f"{weight.bits}-bit"
     shape = f"a {kind} weight of {weight.shape[0]} x {weight.shape[1]}"
     msg = f"the packed matmul on the GPU has no kernel for {what} ({shape}); supported: {supported}"
     raise UnsupportedModelError(msg)

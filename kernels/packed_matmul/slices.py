@@ -30,7 +30,7 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_splits,
     choose_tile,
 )
-from appliance.kernels.packed_matmul.variant import may_fold, product_group
+from appliance.kernels.packed_matmul.variant import may_fold, product_group, tiling_group
 
 if TYPE_CHECKING:
     from appliance.kernels.gpu.residency import Multiprocessors
@@ -60,7 +60,7 @@ class LinearForm:
         kind: of the codes.
         params_kind: of the scale words.
         group_size: inputs that share a scale.
-        gated: the result is silu(gate) * up.
+        gated: the result is act(gate) * up.
     """
 
     out_features: int
@@ -114,7 +114,7 @@ def choose_slices(
 def widened_clocks(form: LinearForm, rows: int, capability: int, card: Multiprocessors) -> float:
     """Return the time of a product whose codes are widened in registers."""
     rates, codes = rates_of(capability), (form.kind, form.group_size)
-    tile = choose_tile(rows, capability, product_group(*codes), may_fold=may_fold(*codes))
+    tile = choose_tile(rows, capability, tiling_group(*codes), may_fold=may_fold(*codes))
     block_bytes = form.block_k * TILE_N * form.kind.bits // 8
     place = TileDevice(capability, card, USUAL_RESIDENT)
     splits = choose_splits(-(-form.out_features // TILE_N), form.blocks_k, block_bytes, tile, place)
@@ -196,11 +196,19 @@ def scratch_rows(out_features: int, in_features: int) -> int:
 
 def loop_instructions(form: LinearForm) -> float:
     """Return the instructions of a hot loop for many rows, per weight and lane."""
+    if form.kind in _TRELLIS_INSTRUCTIONS:
+        return _TRELLIS_INSTRUCTIONS[form.kind]
     if not 0 < product_group(form.kind, form.group_size) <= SHORT_GROUP:
         return 5.9
     return _SHORT_INSTRUCTIONS.get((form.kind, form.params_kind), 9.6)
 
 
+_TRELLIS_INSTRUCTIONS = {
+    Codes.TRELLIS2: 13.3,
+    Codes.TRELLIS3: 9.8,
+    Codes.TRELLIS4: 10.7,
+    Codes.TRELLIS5: 12.4,
+}
 _SHORT_INSTRUCTIONS = {
     (Codes.INT2, Params.Q2_K): 8.1,
     (Codes.INT3, Params.Q3_K): 8.1,
@@ -218,6 +226,8 @@ _SHORT_INSTRUCTIONS = {
 
 def dense_instructions(form: LinearForm) -> float:
     """Return the instructions of all warps that make a weight dense, per weight."""
+    if form.kind.is_trellis:
+        return 0.5
     if record_words(form.params_kind, form.block_k) == 0:
         return 0.28
     return 1.06 if form.group_size < SHORT_GROUP else 0.8

@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.weight_codes.order import TILE_N, TileOrder
+from appliance.kernels.weight_codes.order import TILE_N, TileOrder, to_int32
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.trellis import symbols_of
 
 if TYPE_CHECKING:
     from appliance.kernels.weights.fp4 import Fp4Weight
+    from appliance.kernels.weights.trellis import TrellisWeight
 
 ROW_MULTIPLE = 2 * TILE_N  # the tallest block of a kernel
 REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes meanwhile
@@ -48,10 +50,18 @@ class Codes(Enum):
     FP8 = "fp8"
     FP4 = "fp4"
     IQ4 = "iq4"  # names values of a table
+    TRELLIS2 = "trellis2"  # symbols of `TrellisWeight`
+    TRELLIS3 = "trellis3"
+    TRELLIS4 = "trellis4"
+    TRELLIS5 = "trellis5"
 
     @property
     def bits(self) -> int:
         return int(self.value[-1])
+
+    @property
+    def is_trellis(self) -> bool:
+        return self.value.startswith("trellis")
 
 
 class Params(Enum):
@@ -135,8 +145,8 @@ _RECORD_WORDS = {
 def tile_packed(weight: PackedWeight) -> TiledWeight:
     """Repack integer codes in groups of a multiple of 32."""
     scale, offset = centered(weight)
-    # A longer group becomes several of the kernel's with the same scale.
-    group_size = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
+    group_size = kernel_group_size(weight.group_size)
+    assert group_size is not None, weight.group_size
     repeats = weight.group_size // group_size
     scale, offset = (t.repeat_interleave(repeats, dim=1) for t in (scale, offset))
     block_k = usual_block_k(weight.shape[1])
@@ -226,6 +236,54 @@ def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
         in_features=weight.shape[1],
         out_features=weight.shape[0],
     )
+
+
+def tile_trellis(weight: TrellisWeight) -> TiledWeight:
+    """Repack symbols in the order of `device.trellis_symbols`; x must be rotated."""
+    block_k = usual_block_k(weight.shape[1])
+    rows = torch.arange(16).view(8, 2).t().flatten().to(weight.symbols.device)
+
+    def nibbles(low: int, size: int) -> Tensor:
+        """Tile some bits of each symbol: (tiles in n, tiles in k, lanes, 4) int32."""
+
+        def codes_of(some: slice) -> Tensor:
+            blocks = weight.symbols[some.start // TILE_N : -(-some.stop // TILE_N)]
+            codes: Tensor = symbols_of(blocks).transpose(1, 2) >> low & (1 << size) - 1
+            by_lane: Tensor = codes.to(torch.uint8).unflatten(1, (-1, 16))
+            return by_lane[:, :, rows].flatten(0, 2)
+
+        shape = padded(weight.shape[0], TILE_N), weight.shape[1]
+        tiles: Tensor = tile_codes(codes_of, shape, TileOrder(4), block_k).unflatten(2, (-1, 4))
+        return tiles
+
+    words = nibbles(0, min(weight.bits, 4))
+    if weight.bits == 2:
+        planes = [words[..., ::2] | words[..., 1::2] << 2]
+    elif weight.bits == 3:
+        tops = [(words[..., 3:] >> i & 0x11111111) << 3 for i in range(3)]
+        planes = [words[..., :2] | torch.cat(tops[:2], -1), words[..., 2:3] | tops[2]]
+    else:
+        planes = [words]
+    if weight.bits == 5:
+        fifths = nibbles(4, 1)
+        shifts = torch.arange(4, device=fifths.device)
+        planes.append(to_int32((fifths.long() << shifts).sum(-1, keepdim=True)))
+    return TiledWeight(
+        codes=torch.cat([plane.flatten(2) for plane in planes], -1),
+        params=None,
+        channel_scale=_pad_rows(weight.scale.float()),
+        kind=Codes(f"trellis{weight.bits}"),
+        params_kind=Params.NONE,
+        group_size=0,
+        block_k=block_k,
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+    )
+
+
+def kernel_group_size(group_size: int) -> int | None:
+    """Return the kernels' size of groups; a longer group becomes several with the same scale."""
+    return next((size for size in (128, 64, 32) if group_size % size == 0), None)
 
 
 def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:

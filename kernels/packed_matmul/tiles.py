@@ -1,19 +1,23 @@
 """Tiles of the packed matmul: one table, by compute capability and rows of x.
 
-Chosen from compiled code (registers, instructions per weight) and from the bytes that must be in
-flight; none has been timed on a GPU yet. The number of rows of x picks an entry, and shape and card
-the splits of a weight, so a row's result is the same in every batch of one entry. Imports no
-triton.
+Computed, not timed: from compiled code (registers, instructions per weight) and from the bytes that
+must be in flight; `gpu.timed` corrects it on a card. The number of rows of x picks an entry, and
+shape and card the splits of a weight, so a row's result is the same in every batch of one entry.
+Imports no triton.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.kernels.gpu.residency import Multiprocessors
+
+T = TypeVar("T")
 
 TILE_N = 64
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -26,6 +30,7 @@ PARTIAL_SHARE = 0.25  # of a weight's bytes, at most
 WORKSPACE_FLOATS = 4 << 20  # partial sums of all programs of a launch
 MAX_COUNTERS = 1 << 14
 SHORT_GROUP = 32
+WHOLE = 1 << 30
 ROW_STEP = 32  # of x, in which a choice for many rows changes
 
 
@@ -123,7 +128,7 @@ def choose_tile(
     Args:
         rows: of x.
         capability: compute capability (86 is 8.6).
-        group_size: inputs of one scaled product; 0 means all.
+        group_size: inputs of one scaled product; 0 means all; WHOLE too, by the tiles of groups.
         may_fold: weights can take scale and offset before the product, see `variant.may_fold`.
     """
     tiles = tiles_of(capability, group_size, may_fold=may_fold)
@@ -131,7 +136,8 @@ def choose_tile(
     if tile is None:
         return replace(tiles[-1], max_rows=-(-rows // ROW_STEP) * ROW_STEP)
     # With one sum over all inputs ptxas would spill, to fit more programs than shared memory holds.
-    return replace(tile, max_registers=128) if tile is _SKINNY[1] and not group_size else tile
+    one_sum = group_size in (0, WHOLE)
+    return replace(tile, max_registers=128) if tile is _SKINNY[1] and one_sum else tile
 
 
 def tiles_of(capability: int, group_size: int, *, may_fold: bool) -> tuple[MatmulTile, ...]:
@@ -141,6 +147,12 @@ def tiles_of(capability: int, group_size: int, *, may_fold: bool) -> tuple[Matmu
     if 0 < group_size <= SHORT_GROUP:
         return *SHORT_GROUP_TILES, *table.short_groups
     return table.one_sum if may_fold or not group_size else table.tiles
+
+
+def neighbours(own: T, table: Sequence[T]) -> tuple[T, ...]:
+    """Return one of a table, then those beside it."""
+    place = table.index(own)
+    return (own, *table[max(place - 1, 0) : place], *table[place + 1 : place + 2])
 
 
 @dataclass(frozen=True, slots=True)

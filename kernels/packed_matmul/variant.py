@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
+from appliance.kernels.activation import GateConstexprs, gate_constexprs
 from appliance.kernels.packed_matmul.tiled import Codes, Params, record_words
+from appliance.kernels.packed_matmul.tiles import WHOLE
 from appliance.kernels.weight_codes.order import TileOrder
 
 if TYPE_CHECKING:
+    from appliance.kernels.activation import Gating
     from appliance.kernels.packed_matmul.tiled import TiledWeight
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
@@ -20,11 +23,12 @@ OFFSETS = (Params.FP16_OFFSET, Params.FP32_OFFSET, *RECORD_OFFSETS)
 MIDDLE_ROWS = 17  # rows from which weights with records take sums of x, too
 
 
-class MatmulConstexprs(TypedDict):
+class MatmulConstexprs(GateConstexprs):
     """The compile-time arguments of `packed_matmul_kernel`."""
 
     CODES: str
     AXES: tuple[int, ...]
+    TRELLIS: int
     WORDS: int
     TILE_K: int
     PARAMS: str
@@ -33,7 +37,6 @@ class MatmulConstexprs(TypedDict):
     GROUP: int
     SCALES: int
     FOLDED: int
-    GATED: bool
     EVEN_K: bool
     BLOCK_M: int
     BLOCK_N: int
@@ -45,7 +48,7 @@ class MatmulConstexprs(TypedDict):
 
 
 def matmul_constexprs(
-    weight: TiledWeight, tile: MatmulTile, *, gated: bool, early: bool, asm: bool
+    weight: TiledWeight, tile: MatmulTile, *, activation: Gating | None, early: bool, asm: bool
 ) -> MatmulConstexprs:
     """Return the compile-time arguments of `packed_matmul_kernel`."""
     return constexprs_of(
@@ -54,7 +57,7 @@ def matmul_constexprs(
         weight.group_size,
         weight.block_k,
         tile,
-        gated=gated,
+        activation=activation,
         even_k=weight.in_features % weight.block_k == 0,
         early=early,
         asm=asm,
@@ -68,7 +71,7 @@ def constexprs_of(
     block_k: int,
     tile: MatmulTile,
     *,
-    gated: bool = False,
+    activation: Gating | None = None,
     even_k: bool = True,
     early: bool = False,
     asm: bool = True,
@@ -83,6 +86,7 @@ def constexprs_of(
     return {
         "CODES": kind.value,
         "AXES": order.kernel_axes(groups=max(1, order.tile_k // group) if group else 1),
+        "TRELLIS": kind.bits if kind.is_trellis else 0,
         "WORDS": order.words,
         "TILE_K": order.tile_k,
         "PARAMS": params_kind.value,
@@ -90,7 +94,7 @@ def constexprs_of(
         "RECORD": record_words(params_kind, block_k),
         **_scaling(kind, 0 if folded else group_size),
         "FOLDED": folded,
-        "GATED": gated,
+        **gate_constexprs(activation),
         "EVEN_K": even_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -119,6 +123,14 @@ def product_group(kind: Codes, group_size: int) -> int:
     return _scaling(kind, group_size)["GROUP"]
 
 
+def tiling_group(kind: Codes, group_size: int) -> int:
+    """Return the inputs of one scaled product by which tiles are chosen; 0 means all.
+
+    To look symbols up takes the registers that one sum leaves to a taller tile.
+    """
+    return WHOLE if kind.is_trellis else product_group(kind, group_size)
+
+
 def may_fold(kind: Codes, group_size: int) -> bool:
     """Return True if weights of long groups can take scale and offset in registers.
 
@@ -145,6 +157,7 @@ def dequantize_constexprs(
     return {
         "CODES": kind.value,
         "AXES": order.kernel_axes(),
+        "TRELLIS": kind.bits if kind.is_trellis else 0,
         "WORDS": order.words,
         "TILE_K": order.tile_k,
         "PARAMS": params_kind.value,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import target_of
@@ -37,8 +34,10 @@ def run_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
-    share: Tensor,
+    step: Tensor,
+    share: Tensor | None,
+    rates: Tensor,
+    bias: Tensor,
     state: Tensor,
     spans: StateSpans,
     *,
@@ -53,11 +52,13 @@ def run_rows(
         query: (num_tokens, num_key_heads, key_dim) float32.
         key: the same.
         value: (num_tokens, num_heads, value_dim) float32.
-        decay: with `corrects` (num_tokens, num_heads) float32, logarithms; otherwise (num_heads,),
-            rates, which decay by exp(-rate * share).
-        share: (num_tokens, num_heads) float32, of the error or the value that is taken up.
-        state: (num_slots, num_heads, key_dim, value_dim) float32, updated; slots may be part of
-            wider ones, and then the spans' states are copied, before and after.
+        step: (num_tokens, num_heads), any float dtype; states decay by exp(-rate * size), where
+            size = softplus(step + bias).
+        share: the same, rows as those of `step`: sigmoid(share) of the error is taken up with
+            `corrects`; otherwise None, and values times sizes are.
+        rates: (num_heads,) float32.
+        bias: (num_heads,) float32.
+        state: (num_slots, num_heads, key_dim, value_dim), updated; slots may be part of wider ones.
         spans: the rows of each sequence.
         corrects: True for the gated delta rule, False for the selective scan.
 
@@ -68,39 +69,39 @@ def run_rows(
     out = value.new_empty(num_tokens, num_heads, value_dim)
     if not num_tokens:
         return out
-    if not state.is_contiguous():
-        # The state of one layer of several: brought together, and back at the end.
-        held = state.index_select(0, spans.slots)
-        together = replace(spans, slots=torch.arange(len(held), device=held.device))
-        out = run_rows(query, key, value, decay, share, held, together, corrects=corrects)
-        state.index_copy_(0, spans.slots, held)
-        return out
+    assert state[0].is_contiguous(), state.stride()
     query, key, value = (x if x[0].is_contiguous() else x.contiguous() for x in (query, key, value))
-    decay, share = decay.contiguous(), share.contiguous()
-    rows = spans.firsts, spans.lens, spans.slots, spans.goes_on, spans.firsts.stride(0)
+    if step.stride(1) != 1 or (share is not None and share.stride() != step.stride()):
+        step, share = step.contiguous(), None if share is None else share.contiguous()
+    bears = step, share, rates, bias
+    first_stride, step_stride = spans.firsts.stride(0), step.stride(0)
     keys = query.stride(0), key.stride(0)
     scale = key.shape[2] ** -0.5 if corrects else 1.0
-    arguments = (
-        out,
-        query,
-        key,
-        value,
-        decay,
-        share,
-        state,
-        *rows,
-        *keys,
-        value.stride(0),
-        num_heads,
-        scale,
-    )
     shape = corrects, num_heads // key.shape[1], key.shape[2]
     chunks, num_spans = spans.chunks, len(spans.slots)
     with device_of(value):
         if chunks is None or not chunks.are_all:
             _launch_row(
                 (num_spans, num_heads, -(-value_dim // ROW_BLOCK_V)),
-                arguments,
+                (
+                    out,
+                    query,
+                    key,
+                    value,
+                    *bears,
+                    state,
+                    spans.firsts,
+                    spans.lens,
+                    spans.slots,
+                    spans.goes_on,
+                    first_stride,
+                    step_stride,
+                    *keys,
+                    value.stride(0),
+                    state.stride(0),
+                    num_heads,
+                    scale,
+                ),
                 {
                     **row_constexprs(*shape, value_dim),
                     "num_warps": ROW_WARPS,
@@ -112,34 +113,57 @@ def run_rows(
         pairs = (len(chunks.spans), num_heads, CHUNK, CHUNK)
         reads = value.new_empty(pairs)
         solves = value.new_empty(pairs) if corrects else None
+        logs = value.new_empty(num_tokens, num_heads)
         _launch_relate(
             (len(chunks.spans), num_heads),
             (
                 reads,
                 solves,
+                logs,
                 query,
                 key,
-                decay,
-                share,
+                *bears,
                 spans.firsts,
                 spans.lens,
                 chunks.spans,
                 chunks.starts,
-                spans.firsts.stride(0),
+                first_stride,
+                step_stride,
                 *keys,
                 num_heads,
                 scale,
             ),
             {**relate_constexprs(*shape), "num_warps": RELATE_WARPS},
         )
+        held = state.index_select(0, spans.slots).float()  # those of few rows have passed already
         _launch_pass(
             (num_spans, num_heads, -(-value_dim // PASS_BLOCK_V)),
-            (*arguments, reads, solves, chunks.starts),
+            (
+                out,
+                query,
+                key,
+                value,
+                rates,
+                held,
+                spans.firsts,
+                spans.lens,
+                spans.goes_on,
+                first_stride,
+                *keys,
+                value.stride(0),
+                num_heads,
+                scale,
+                reads,
+                solves,
+                logs,
+                chunks.starts,
+            ),
             {
                 **pass_constexprs(*shape, value_dim),
                 "num_warps": pass_warps(target_of(value.device).capability),
             },
         )
+        spans.write(state, held)
     return out
 
 
@@ -147,23 +171,26 @@ def gated_delta(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
+    step: Tensor,
+    share: Tensor,
+    rates: Tensor,
+    bias: Tensor,
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
     """See `reference.gated_delta`."""
-    return run_rows(query, key, value, log_decay, beta, state, spans, corrects=True)
+    return run_rows(query, key, value, step, share, rates, bias, state, spans, corrects=True)
 
 
 def selective_scan(
     value: Tensor,
     key: Tensor,
     query: Tensor,
-    size: Tensor,
+    step: Tensor,
     rates: Tensor,
+    bias: Tensor,
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
     """See `reference.selective_scan`."""
-    return run_rows(query, key, value, rates, size, state, spans, corrects=False)
+    return run_rows(query, key, value, step, None, rates, bias, state, spans, corrects=False)

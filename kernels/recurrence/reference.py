@@ -1,4 +1,4 @@
-"""Recurrent layers, row after row, in float32.
+"""Recurrent layers, row after row, in float32; states may be kept in 16 bits between steps.
 
 Gated delta rule: Gated Delta Networks (arXiv 2412.06464).
 Selective scan: Mamba-2 (arXiv 2405.21060).
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import softplus
 
 from appliance.kernels.recurrence.variant import EPSILON
 
@@ -22,28 +23,31 @@ def selective_scan(
     value: Tensor,
     key: Tensor,
     query: Tensor,
-    size: Tensor,
+    step: Tensor,
     rates: Tensor,
+    bias: Tensor,
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
     """Read a state that maps keys to values, after each row has decayed it and added to it.
 
-    S = exp(-rate * size) S + k (size v)^T; out = S^T q. Adjacent heads share a group's key and
-    query.
+    With size = softplus(step + bias): S = exp(-rate * size) S + k (size v)^T; out = S^T q. Adjacent
+    heads share a group's key and query.
 
     Args:
         value: (num_tokens, num_heads, head_dim) float32; the paper calls it X.
         key: (num_tokens, num_groups, state_dim) float32; B.
         query: the same; C.
-        size: (num_tokens, num_heads) float32 above 0, a row's step in time.
+        step: (num_tokens, num_heads), any float dtype, of a row's size in time.
         rates: (num_heads,) float32, above 0.
-        state: (num_slots, num_heads, state_dim, head_dim) float32, updated.
+        bias: (num_heads,) float32.
+        state: (num_slots, num_heads, state_dim, head_dim), updated.
         spans: the rows of each sequence.
 
     Returns:
         (num_tokens, num_heads, head_dim) float32.
     """
+    size = softplus(step.float() + bias)
     shared = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(shared, dim=1) for x in (query, key))
     # Zeros after a sequence's last row do not change its state.
@@ -63,23 +67,27 @@ def gated_delta(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
+    step: Tensor,
+    share: Tensor,
+    rates: Tensor,
+    bias: Tensor,
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
     """Correct a state that maps keys to values by each row, then read it.
 
-    With k and q scaled to length 1: S = exp(log_decay) S; S += k (beta (v - S^T k))^T; out = S^T q.
-    Adjacent value heads share a key head.
+    With k and q scaled to length 1: S = exp(-rate * softplus(step + bias)) S; then
+    S += k (sigmoid(share) (v - S^T k))^T; out = S^T q. Adjacent value heads share a key head.
 
     Args:
         query: (num_tokens, num_key_heads, key_dim) float32.
         key: the same.
         value: (num_tokens, num_value_heads, value_dim) float32.
-        log_decay: (num_tokens, num_value_heads) float32, at most 0.
-        beta: (num_tokens, num_value_heads) float32, share of the error to correct.
-        state: (num_slots, num_value_heads, key_dim, value_dim) float32, updated.
+        step: (num_tokens, num_value_heads), any float dtype, of the state's decay.
+        share: the same, of the error that is corrected.
+        rates: (num_value_heads,) float32, above 0.
+        bias: (num_value_heads,) float32.
+        state: (num_slots, num_value_heads, key_dim, value_dim), updated.
         spans: the rows of each sequence.
 
     Returns:
@@ -90,7 +98,8 @@ def gated_delta(
     key = _unit(key).repeat_interleave(shared, dim=1)
     # Zeros after a sequence's last row do not change its state.
     q, k, v = (spans.side_by_side(x).unsqueeze(-2) for x in (query, key, value))
-    share, decay = (spans.side_by_side(x)[..., None, None] for x in (beta, log_decay))
+    shares, logs = share.float().sigmoid(), -rates * softplus(step.float() + bias)
+    share, decay = (spans.side_by_side(x)[..., None, None] for x in (shares, logs))
     decay = decay.exp()
     held = spans.read(state)  # (num_spans, num_value_heads, key_dim, value_dim)
     outputs = []

@@ -80,6 +80,8 @@ class RaggedBatch:
     # that pass through states, from the host's numbers, which a captured graph must not do.
     prefill_tiles: Tensor | None = None
     span_rows: SpanRows | None = None
+    # The row from which on all belong to prompts; None if there are none, or others after them.
+    prompts_from: int | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -98,10 +98,17 @@ class StateSpans:
         return x.flatten(0, 1)[span * self.longest + place]
 
     def read(self, state: Tensor) -> Tensor:
-        """Read the states (num_slots, ...) that the spans start from: (num_spans, ...)."""
+        """Read the states (num_slots, ...) that the spans start from: (num_spans, ...), widened."""
         goes_on = self.goes_on.view(-1, *(1,) * (state.dim() - 1))
-        return torch.where(goes_on, state[self.slots], 0)
+        wide = torch.promote_types(state.dtype, torch.float32)
+        return torch.where(goes_on, state[self.slots], 0).to(wide)
 
     def write(self, state: Tensor, value: Tensor) -> None:
-        """Write the states after the spans' last rows, (num_spans, ...), back to their slots."""
-        state[self.slots] = value
+        """Write the states after the spans' last rows, (num_spans, ...), back to their slots.
+
+        They are rounded to the slots' type; what exceeds float16 becomes its largest number.
+        """
+        if state.dtype == torch.float16:
+            most = torch.finfo(state.dtype).max
+            value = value.clamp(-most, most)
+        state[self.slots] = value.to(state.dtype)

@@ -23,25 +23,35 @@ _PROMPT = (16, 128)
 _launch_short_conv = Launcher(short_conv_kernel)
 
 
-def conv_constexprs(taps: int, longest: int) -> dict[str, int]:
+def conv_constexprs(taps: int, longest: int, *, activates: bool) -> dict[str, int]:
     """Return the compile-time arguments for spans of at most so many rows."""
     block_t, block_w = _DECODE if longest == 1 else _PROMPT
     assert longest == 1 or taps <= block_t, taps
-    return {"TAPS": taps, "BLOCK_T": block_t, "BLOCK_W": block_w}
+    return {"TAPS": taps, "ACTIVATES": activates, "BLOCK_T": block_t, "BLOCK_W": block_w}
 
 
 def short_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None, state: Tensor, spans: StateSpans
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    spans: StateSpans,
+    *,
+    activates: bool = False,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `reference.short_conv`; the grid follows from shapes, and nothing is read back."""
     num_tokens, width = x.shape
-    out = torch.empty(num_tokens, width, device=x.device)
+    dtype = torch.float32 if gates is None else x.dtype
+    out = torch.empty(num_tokens, width, dtype=dtype, device=x.device)
     if not num_tokens:
         return out
     assert state[0].is_contiguous(), state.stride()
-    if x.stride(1) != 1:
+    before, after = gates or (None, None)
+    if x.stride(1) != 1 or any(gate.stride() != x.stride() for gate in gates or ()):
         x = x.contiguous()
-    fixed = conv_constexprs(filters.shape[1], spans.longest)
+        before, after = (None if gate is None else gate.contiguous() for gate in (before, after))
+    fixed = conv_constexprs(filters.shape[1], spans.longest, activates=activates)
     blocks = -(-spans.longest // fixed["BLOCK_T"])
     grid = (len(spans.slots), blocks, -(-width // fixed["BLOCK_W"]))
     with device_of(x):
@@ -50,6 +60,8 @@ def short_conv(
             (
                 out,
                 x,
+                before,
+                after,
                 filters.contiguous(),
                 bias,
                 state,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import silu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
 
 
 def short_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None, state: Tensor, spans: StateSpans
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    spans: StateSpans,
+    *,
+    activates: bool = False,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Convolve the rows of each sequence with the inputs that it keeps from earlier steps.
 
@@ -21,16 +29,23 @@ def short_conv(
         x: (num_tokens, width).
         filters: (width, taps) float32; the last tap is for the row itself.
         bias: (width,) float32.
-        state: (num_slots, taps - 1, width) float32, inputs before a sequence's next row; updated.
+        state: (num_slots, taps - 1, width), inputs before a sequence's next row; updated.
         spans: the rows of each sequence.
+        activates: return silu of the sums.
+        gates: like x; they multiply x, and the sums, which are rounded as x is before.
 
     Returns:
-        (num_tokens, width) float32.
+        (num_tokens, width) float32; with gates of the dtype of x.
     """
+    if gates is not None:
+        x = gates[0] * x
     taps = filters.shape[1]
     history = torch.cat((spans.read(state), spans.side_by_side(x.float())), dim=1)
     total = sum(history[:, tap : tap + spans.longest] * filters[:, tap] for tap in range(taps))
     assert isinstance(total, torch.Tensor)
     latest = spans.lens.unsqueeze(1) + torch.arange(taps - 1, device=x.device)
     spans.write(state, history.gather(1, latest.unsqueeze(2).expand(-1, -1, x.shape[1])))
-    return spans.in_turn(total if bias is None else total + bias)
+    found = spans.in_turn(total if bias is None else total + bias)
+    if activates:
+        found = silu(found)
+    return found if gates is None else gates[1] * found.to(x.dtype)

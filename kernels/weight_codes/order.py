@@ -98,6 +98,22 @@ class TileOrder:
         target = ["tiles_n", *_N[self._like], "tiles_k", *k[split:]]
         return tuple(source.index(name) for name in target)
 
+    def int8_axes(self, *, groups: int = 1) -> tuple[int, ...]:
+        """Return the permutation by which a kernel makes int8 fragments of words of 4-bit codes.
+
+        The axes are (tiles in n, tiles in k, bits of the word, j1, j0, j2): a register of such a
+        fragment has four codes of one output feature. The permutation leaves those of
+        `kernel_axes`, but inputs in the order of `int8_matmul.kernel.in_order`.
+
+        Args:
+            groups: 1 or 2; the words are split by the first bit of k into so many groups.
+        """
+        assert self.bits == 4, self.bits
+        k, split = ("r1", "r0", "l1", "l0", "j1", "j0"), groups.bit_length() - 1
+        word = [name for name in (*_WARPS, *_LANES, "r1", "r0") if name not in k[:split]]
+        source = ["tiles_n", "tiles_k", *word, "j1", "j0", "j2"]
+        return tuple(source.index(name) for name in ("tiles_n", *_N[4], "tiles_k", *k[split:]))
+
     def pack(self, codes: Tensor) -> Tensor:
         """Store tiles.
 

@@ -9,7 +9,13 @@ test executes these texts over all codes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from appliance.kernels.weights.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.trellis import BITS, TABLES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def _block(*lines: str) -> str:
@@ -142,11 +148,17 @@ def scaled_pairs(dtype: str, low: int, high: int = 0) -> str:
     return _block(*lines)
 
 
-# The 16 values that codes of IQ4 name, a byte each.
-IQ4_TABLES = tuple(
-    int.from_bytes(bytes(value & 0xFF for value in IQ4_VALUES[i : i + 4]), "little", signed=True)
-    for i in range(0, 16, 4)
-)
+def _in_words(values: Sequence[int]) -> tuple[int, ...]:
+    """Return values, a byte each, in words of int32, four in each."""
+    parts = (values[i : i + 4] for i in range(0, len(values), 4))
+    return tuple(
+        int.from_bytes(bytes(value & 0xFF for value in part), "little", signed=True)
+        for part in parts
+    )
+
+
+# The 16 values that codes of IQ4 name.
+IQ4_TABLES = _in_words(IQ4_VALUES)
 
 
 def _iq4(dtype: str) -> str:
@@ -155,23 +167,16 @@ def _iq4(dtype: str) -> str:
     `prmt` chooses one of the lower and one of the upper eight, and the fourth bit of the code
     chooses of those two. Operand 8 is the word.
     """
-    tables = [f"0x{table & 0xFFFFFFFF:08x}" for table in IQ4_TABLES]
     lines = [
         ".reg .b32 t, u, v, w, x, y, a, b, c, d, one, minus;",
         f"mov.b32 one, {'0xbf80bf80' if dtype == 'bf16' else '0x3c003c00'};",
         "mov.b32 minus, 0xe480e480;",
-        "and.b32 t, $8, 0x77777777;",
-        "shr.u32 u, $8, 1;",
-        "lop3.b32 u, u, 0x44444444, 0x32103210, 0xea;",
+        *_selectors("$8", "t", "u"),
+        *_looked_up("t", "u", IQ4_TABLES, "x"),
+        "shr.u32 t, t, 16;",
+        "shr.u32 u, u, 16;",
+        *_looked_up("t", "u", IQ4_TABLES, "y"),
     ]
-    for found in "xy":  # of the lower and of the upper halves of pairs
-        if found == "y":
-            lines += ["shr.u32 t, t, 16;", "shr.u32 u, u, 16;"]
-        lines += [
-            f"prmt.b32 v, {tables[0]}, {tables[1]}, t;",
-            f"prmt.b32 w, {tables[2]}, {tables[3]}, t;",
-            f"prmt.b32 {found}, v, w, u;",
-        ]
     for i, pair in enumerate("abcd"):
         lines.append(f"prmt.b32 t, x, y, 0x{i + 4}{i + 4}{i}{i};")
         if dtype == "bf16":  # as INT8_BF16
@@ -189,8 +194,126 @@ def _iq4(dtype: str) -> str:
     return _block(*lines)
 
 
+def _selectors(codes: str, of_eight: str, of_two: str) -> list[str]:
+    """Return PTX for the registers by which `prmt` chooses of eight entries, then of two."""
+    return [
+        f"and.b32 {of_eight}, {codes}, 0x77777777;",
+        f"shr.u32 {of_two}, {codes}, 1;",
+        f"lop3.b32 {of_two}, {of_two}, 0x44444444, 0x32103210, 0xea;",
+    ]
+
+
+def _looked_up(of_eight: str, of_two: str, table: Sequence[int], found: str) -> list[str]:
+    """Return PTX that looks four codes up in a table of 16 bytes."""
+    return [
+        _of_eight(of_eight, table[:2], "v"),
+        _of_eight(of_eight, table[2:], "w"),
+        f"prmt.b32 {found}, v, w, {of_two};",
+    ]
+
+
+def _of_eight(codes: str, table: Sequence[int], found: str) -> str:
+    first, second = (f"0x{word & 0xFFFFFFFF:08x}" for word in table)
+    return f"prmt.b32 {found}, {first}, {second}, {codes};"
+
+
 IQ4_BF16 = _iq4("bf16")
 IQ4_FP16 = _iq4("f16")
+
+
+def _one_back(found: str, codes: str, before: str) -> str:
+    """Return PTX for the symbols one output back: a byte of those before, then one of these."""
+    return f"prmt.b32 {found}, {codes}, {before}, 0x2705;"
+
+
+# By bits: operands of `_trellis`, and PTX that makes of them the places in each table, i0 to i3.
+_TRELLIS_OPERANDS = {2: 4, 3: 3, 4: 2, 5: 4}
+_PLACES = {
+    2: [
+        *(_one_back(f"i{i}", f"${8 + i}", f"${9 + i}") for i in range(3)),
+        *(f"shl.b32 {name}, {name}, 2;" for name in ("i0", "i1", "i2")),
+        "or.b32 t, $8, i0;",  # the last symbol and the one before it
+        "shr.u32 i0, i0, 2;",
+        "shl.b32 u, $9, 2;",
+        "or.b32 i0, i0, u;",
+        "or.b32 i1, i1, $9;",
+        "xor.b32 i1, i1, i0;",
+        "or.b32 i2, i2, $10;",
+        "xor.b32 i2, i2, t;",
+        "mov.b32 i0, t;",
+    ],
+    3: ["mov.b32 i0, $8;", _one_back("i1", "$8", "$9"), "mov.b32 i2, $9;",
+        _one_back("i3", "$9", "$10")],
+    4: ["mov.b32 i0, $8;", _one_back("i1", "$8", "$9"), "mov.b32 i2, $9;"],
+    5: [
+        "mov.b32 i0, $8;",
+        _one_back("i1", "$8", "$9"),
+        _one_back("i2", "$10", "$11"),
+        "shl.b32 i2, i2, 1;",
+        "or.b32 i2, i2, $10;",
+        "shl.b32 t, $9, 2;",
+        "lop3.b32 i2, t, 0xcccccccc, i2, 0xea;",
+    ],
+}  # fmt: skip
+
+
+def _trellis(bits: int, dtype: str) -> str:
+    """Return the PTX for symbols of a trellis whose value is the sum of tables' entries.
+
+    Operand 8 has the symbols of two outputs, of each of four inputs, in nibbles: in each half, a
+    byte of the first output's and one of the second's. The operands after it have those of the two
+    outputs before, and so on; of 5 bits, operands 10 and 11 have the fifth bits of those of
+    operands 8 and 9. Entries are raised so that no sum of bytes is below 0, and 128 stands for 0.
+    """
+    tables = TABLES[bits]
+    raised = [-min(table) for table in tables]
+    raised[0] += 128 - sum(raised)
+    assert raised[0] + min(tables[0]) >= 0, "sums are below -128"
+    lines = [
+        ".reg .b32 i0, i1, i2, i3, t, u, v, w, x, y, z, a, b, c, d, one, minus;",
+        f"mov.b32 one, {'0xbf80bf80' if dtype == 'bf16' else '0x3c003c00'};",
+        "mov.b32 minus, 0xe480e480;",
+        *_PLACES[bits],
+    ]
+    for i, (table, more) in enumerate(zip(tables, raised, strict=True)):
+        words = _in_words([entry + more for entry in table])
+        finds = "zz" if i else "xy"
+        if len(table) == 16:
+            lines += _selectors(f"i{i}", "t", "u")
+        for half, (found, total) in enumerate(zip(finds, "xy", strict=True)):
+            if len(table) == 8:
+                of_eight = f"i{i}"
+                lines += [f"shr.u32 {of_eight}, {of_eight}, 16;"] * half
+                lines.append(_of_eight(of_eight, words, found))
+            else:
+                lines += ["shr.u32 t, t, 16;", "shr.u32 u, u, 16;"] * half
+                lines += _looked_up("t", "u", words, found)
+            if i:
+                lines.append(f"add.u32 {total}, {total}, z;")
+    for i, pair in enumerate("abcd"):
+        lines.append(f"prmt.b32 t, x, y, 0x{i + 4}{i + 4}{i}{i};")
+        if dtype == "bf16":  # as INT8_BF16, but the top bit is not flipped
+            lines += [
+                f"lop3.b32 {pair}, t, 0x007f007f, 0x43004300, 0xea;",
+                "lop3.b32 t, t, 0x00800080, 0x43804380, 0x6a;",
+                f"fma.rn.bf16x2 {pair}, t, one, {pair};",
+            ]
+        else:
+            lines += [
+                f"lop3.b32 {pair}, t, 0x00ff00ff, 0x64006400, 0xea;",
+                f"fma.rn.f16x2 {pair}, {pair}, one, minus;",
+            ]
+    lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
+    return _block(*lines)
+
+
+# By bits, 2 to 5. A table is four words; of 3 bits, two and nothing.
+TRELLIS_BF16 = tuple(_trellis(bits, "bf16") for bits in BITS)
+TRELLIS_FP16 = tuple(_trellis(bits, "f16") for bits in BITS)
+TRELLIS_CONSTRAINTS = tuple("=h," * 8 + ",".join("r" * _TRELLIS_OPERANDS[bits]) for bits in BITS)
+TRELLIS_TABLES = tuple(
+    tuple(word for table in TABLES[bits] for word in (*_in_words(table), 0, 0)[:4]) for bits in BITS
+)
 # Puts the upper half of a word of scale and zero point into both halves, negated.
 ZERO_BF16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xc300c300; }"
 ZERO_FP16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xe400e400; }"

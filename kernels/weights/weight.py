@@ -10,14 +10,17 @@ from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 # (out_features, in_features)
-Packed: TypeAlias = PackedWeight | Fp8Weight | Fp4Weight | GgmlWeight
+Packed: TypeAlias = PackedWeight | Fp8Weight | Fp4Weight | GgmlWeight | TrellisWeight
 Weight: TypeAlias = "Tensor | Packed"
+# what is made of a weight by calibration text, of any layer
+CodedWeight: TypeAlias = PackedWeight | Fp4Weight | TrellisWeight
 
 
 def dense(weight: Weight, dtype: Any) -> Tensor:
@@ -32,6 +35,8 @@ def some_rows(weight: Weight, rows: arrays.Rows, dtype: Any) -> Tensor:
     """Select outputs by a range or by indices (num_rows,), in `dtype`, without unpacking others."""
     if isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight):
         return weight.rows(rows).dequantize(dtype)
+    if isinstance(weight, TrellisWeight):
+        return weight.dequantize(dtype, rows)
     if isinstance(weight, Fp8Weight):
         assert isinstance(rows, slice), "no embedding is FP8"
         return weight.dequantize(dtype, rows)

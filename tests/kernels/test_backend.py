@@ -16,13 +16,16 @@ def test_choice_follows_the_device() -> None:
 
 
 def test_cuda_gets_the_triton_launchers() -> None:
-    from appliance.kernels.attention.launch import paged_attention, plan_attention
+    from appliance.kernels.attention.launch import paged_attention
+    from appliance.kernels.attention.timed_spans import SpanPlanner
     from appliance.kernels.kv_write.launch import write_kv
 
     backend = select_backend(torch.device("cuda"), "auto")
     assert backend.name == "triton"
     assert backend.write_kv is write_kv
-    assert backend.plan_attention is plan_attention
+    assert isinstance(backend.plan_attention, SpanPlanner)
+    other = select_backend(torch.device("cuda"), "auto")
+    assert other.plan_attention is not backend.plan_attention, "of each model"
     assert backend.paged_attention is paged_attention
 
 
@@ -49,8 +52,8 @@ def test_a_miss_says_what_was_given_and_what_there_is(device: str, choice: str) 
 def test_tables_are_complete_and_frozen() -> None:
     for backend in (CPU, REFERENCE):
         for field in dataclasses.fields(backend):
-            # Only a GPU has one operation for all experts.
+            # Only a GPU has one operation for all experts, and rounds rows of prompts.
             is_missing = getattr(backend, field.name) is None
-            assert is_missing == (field.name == "prepare_experts")
+            assert is_missing == (field.name in ("prepare_experts", "round_prompts"))
         with pytest.raises(dataclasses.FrozenInstanceError):
             backend.name = "other"  # type: ignore[misc]

@@ -22,6 +22,8 @@ from support.kernels.compiled_kernels.gates import (
     costly_latents,
     costly_parts,
     multiplies_e4m3,
+    multiplying_int8_slowly,
+    multiplying_otherwise,
     offenders,
     pausing_products,
     sharing_rows,
@@ -217,6 +219,18 @@ def test_a_longer_loop_over_heads_in_parts_is_caught(table: Table) -> None:
     longer = {**found["loop"], "FFMA": found["loop_elements"]}
     assert not costly_parts({key: found})
     assert costly_parts({key: {**found, "loop": longer}}) == [("int8", 86)]
+
+
+def test_an_int8_matmul_that_multiplies_otherwise_or_slowly_is_caught(table: Table) -> None:
+    key = ("int8_matmul llama_8b gate_up int4 g128 fp16_zero bf16 rows 512", 86)
+    found = table[key]
+    for gate, change in (
+        (multiplying_otherwise, {"matrix_kinds": ["HMMA", "IMMA"]}),
+        (taking_detours, {"loop": {**found["loop"], "I2F": 1}}),
+        (multiplying_int8_slowly, {"loop": {**found["loop"], "FMUL": 4 * found["loop_elements"]}}),
+    ):
+        assert not gate({key: found})
+        assert gate({key: {**found, **change}}) == [key]
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from appliance.kernels.norm_rope import cpu, reference
+from appliance.kernels.norm_rope.weights import NormWeights
 
 SIZES = [(1, 576), (16, 640), (5, 33)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,12 +41,14 @@ def test_rms_norm_of_zeros_is_zero(implementation: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm(dtype: torch.dtype) -> None:
-    x, residual, weight = torch.randn(3, 96).to(dtype), torch.randn(3, 96).to(dtype), torch.rand(96)
-    for implementation in (reference, cpu):
-        normed, total = implementation.add_rms_norm(x, residual, weight, 1e-5)
-        assert torch.equal(total, x + residual)
-        assert torch.equal(normed, implementation.rms_norm(total, weight, 1e-5))
+def test_the_norm_is_of_the_rounded_sum(dtype: torch.dtype) -> None:
+    x, stream, weight = torch.randn(3, 96).to(dtype), torch.randn(3, 96).to(dtype), torch.rand(96)
+    for rms_norm in (reference.rms_norm, cpu.rms_norm):
+        norm = NormWeights(weight, 1e-5)
+        normed, total = reference.add_norm_with(rms_norm)(x, stream, norm)
+        assert torch.equal(total, x + stream)
+        assert normed is not None
+        assert torch.equal(normed, rms_norm(total, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

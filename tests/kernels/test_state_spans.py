@@ -83,15 +83,14 @@ def test_the_rule_takes_rows_in_steps_as_at_once() -> None:
         return torch.randn(5, *shape, generator=random)
 
     query, key, value = rows(1, 4), rows(1, 4), rows(2, 3)
-    decay, share = -rows(2).abs(), rows(2).sigmoid()
+    bears, rest = (rows(2), rows(2)), (torch.tensor([0.5, 2.0]), torch.tensor([-1.0, 1.0]))
     whole, stepwise = torch.zeros(3, 2, 4, 3), torch.full((3, 2, 4, 3), torch.nan)
-    expected = gated_delta(query, key, value, decay, share, whole, spans_of([5], [5], [1]))
+    expected = gated_delta(query, key, value, *bears, *rest, whole, spans_of([5], [5], [1]))
     found = []
     for i in range(5):
         row = slice(i, i + 1)
         spans = spans_of([1], [i + 1], [1])
-        found.append(
-            gated_delta(query[row], key[row], value[row], decay[row], share[row], stepwise, spans)
-        )
+        q, k, v, step, share = (part[row] for part in (query, key, value, *bears))
+        found.append(gated_delta(q, k, v, step, share, *rest, stepwise, spans))
     torch.testing.assert_close(torch.cat(found), expected)
     torch.testing.assert_close(stepwise[1], whole[1])

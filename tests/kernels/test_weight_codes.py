@@ -24,6 +24,7 @@ from appliance.kernels.weight_codes.order import TILE_N, TileOrder
 from appliance.kernels.weights.fp4 import GROUPS, VALUES
 from appliance.kernels.weights.ggml_types import IQ4_VALUES
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
+from appliance.kernels.weights.trellis import BITS, STATE_BITS, TABLES, places_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -370,3 +371,29 @@ def test_gate_and_up_in_turns_of_eight() -> None:
     padded = pad_bias(torch.ones(3, dtype=BF16))
     assert padded is not None
     assert (float(padded.sum()), padded.dtype, len(padded)) == (3.0, torch.float32, 128)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_state_of_a_trellis_widens_to_its_sum(bits: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    symbols = torch.randint(0, 1 << bits, (4, 1 << 16, 8), generator=random)  # two outputs' each
+    places = torch.tensor(TileOrder(4).places())
+    low = ((symbols & 15) << 4 * places).sum(-1)
+    if bits == 5:
+        fifths = (symbols >> 4 << 4 * places).sum(-1)
+        words = [low[0], low[1], fifths[0], fifths[1]]
+    else:
+        words = list(low[: {2: 4, 3: 3, 4: 2}[bits]])
+    text = (ptx.TRELLIS_BF16 if dtype == BF16 else ptx.TRELLIS_FP16)[bits - BITS[0]]
+    planes = evaluate(text, [16] * 8, *(word.numpy().astype(np.uint32) for word in words))
+    for plane, found in enumerate(planes):
+        first = plane & 3  # of an input's two outputs
+        outputs = [one for pair in symbols for one in (pair[:, first + 4], pair[:, first])]
+        last = outputs[0 if plane >= 4 else 1 :][: -(-STATE_BITS // bits)]
+        state = sum(one << i * bits for i, one in enumerate(last)) & (1 << STATE_BITS) - 1
+        assert len(state.unique()) == 1 << STATE_BITS
+        indices = places_of([*last, last[-1]], bits)
+        entries = [torch.tensor(t)[i] for t, i in zip(TABLES[bits], indices, strict=True)]
+        expected = torch.stack(entries).sum(0)
+        assert torch.equal(torch.from_numpy(found.astype(np.int64)), bits_of(expected, dtype))

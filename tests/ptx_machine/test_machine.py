@@ -177,7 +177,7 @@ def test_a_warp_meets_at_one_barrier(first: int, meets: bool) -> None:
         "add.rz.f32 r0, r1, r2;",
         "fma.rn.relu.f16 h0, h1, h2, h3;",
         "shf.l.clamp.b32 r0, r1, r2, r3;",
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {r0}, {r1}, {r2}, {r3};",
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {r0}, {r1}, {r2}, {r3};",
     ],
 )
 def test_what_is_not_modelled_is_refused(text: str) -> None:

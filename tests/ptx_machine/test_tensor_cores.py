@@ -60,29 +60,58 @@ def lanes() -> Iterator[tuple[int, int, int]]:
 )
 def test_products_of_a_warp(kind: str, depth: int) -> None:
     warps = 2
-    each = {"f16": 2, "bf16": 2, "tf32": 1, "e4m3": 4}[kind]
+    left = [matrix(16, depth, warp) for warp in range(warps)]
+    right = [matrix(depth, 8, 9 + warp) for warp in range(warps)]
+    sums = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) for i in range(warps)]
+    found = products(
+        f"m16n8k{depth}.row.col.f32.{kind}.{kind}.f32",
+        [encoded(a, kind) for a in left],
+        [encoded(b, kind) for b in right],
+        [c.numpy() for c in sums],
+    )
+    for a, b, c, product in zip(left, right, sums, found, strict=True):
+        assert np.array_equal(product, (a @ b + c.double()).float())
+
+
+@pytest.mark.parametrize("depth", [16, 32])
+@pytest.mark.parametrize("saturates", [False, True])
+def test_products_of_integers(depth: int, saturates: bool) -> None:
+    """Sums at both ends of int32: `.satfinite` stays there, without it they wrap."""
+    random = np.random.default_rng(depth)
+    a = random.integers(-128, 128, (16, depth), np.int8)
+    b = random.integers(-128, 128, (depth, 8), np.int8)
+    a[0], b[:, 0] = -128, -128
+    c = random.integers(-(1 << 31), 1 << 31, (16, 8)).astype(np.int32)
+    c[0], c[1:8] = (1 << 31) - 1, random.choice([-(1 << 31), (1 << 31) - 1], (7, 8))
+    mode = ".satfinite" * saturates
+    found = products(
+        f"m16n8k{depth}.row.col{mode}.s32.s8.s8.s32", [a.view(np.uint8)], [b.view(np.uint8)], [c]
+    )
+    exact = a.astype(np.int64) @ b.astype(np.int64) + c
+    outside = (exact < -(1 << 31)) | (exact >= 1 << 31)
+    assert outside.any()
+    assert not outside.all()
+    expected = exact.clip(-(1 << 31), (1 << 31) - 1) if saturates else exact
+    assert np.array_equal(found[0], expected.astype(np.int32))
+
+
+def products(shape: str, left: list[Array], right: list[Array], sums: list[Array]) -> list[Array]:
+    """What `mma.sync` makes of each warp's matrices of encoded elements, and of its sums."""
+    warps, depth = len(left), left[0].shape[1]
+    each = 4 // left[0].itemsize
     half = depth // (4 * each)  # registers of B
-    kind_of_array = encoded(torch.zeros(1, 1).double(), kind).dtype
-    fragments_a = np.zeros((warps * WARP, 2 * half * each), kind_of_array)
-    fragments_b = np.zeros((warps * WARP, half * each), kind_of_array)
-    sums = np.zeros((warps * WARP, 4), np.float32)
-    expected = np.zeros((warps * WARP, 4), np.float32)
-    for warp in range(warps):
-        a, b = matrix(16, depth, warp), matrix(depth, 8, 9 + warp)
-        c = torch.randn(16, 8, generator=torch.Generator().manual_seed(warp))
-        product = (a @ b + c.double()).float()
-        bits_a, bits_b = encoded(a, kind), encoded(b, kind)
-        for lane, group, place in lanes():
-            thread = warp * WARP + lane
-            for i in range(2 * half * each):
-                fragments_a[thread, i] = bits_a[
-                    row_of_a(group, i, each), depth_of_a(place, i, each)
-                ]
-            for i in range(half * each):
-                fragments_b[thread, i] = bits_b[depth_of_b(place, i, each), group]
-            for i in range(4):
-                sums[thread, i] = c[sum_at(group, place, i)]
-                expected[thread, i] = product[sum_at(group, place, i)]
+    fragments_a = np.zeros((warps * WARP, 2 * half * each), left[0].dtype)
+    fragments_b = np.zeros((warps * WARP, half * each), right[0].dtype)
+    held = np.zeros((warps * WARP, 4), sums[0].dtype)
+    for warp, (lane, group, place) in itertools.product(range(warps), lanes()):
+        thread = warp * WARP + lane
+        for i in range(2 * half * each):
+            at = row_of_a(group, i, each), depth_of_a(place, i, each)
+            fragments_a[thread, i] = left[warp][at]
+        for i in range(half * each):
+            fragments_b[thread, i] = right[warp][depth_of_b(place, i, each), group]
+        for i in range(4):
+            held[thread, i] = sums[warp][sum_at(group, place, i)]
     registers_a = [f"r{4 + i}" for i in range(2 * half)]
     registers_b = [f"r{8 + i}" for i in range(half)]
     loads = [f"ld.global.b32 {r}, [d0+{4 * i}];" for i, r in enumerate(registers_a)]
@@ -91,15 +120,20 @@ def test_products_of_a_warp(kind: str, depth: int) -> None:
         f"""mad.wide.u32 d0, at, {8 * half}, p0; mad.wide.u32 d1, at, {4 * half}, p1;
         mad.wide.u32 d2, at, 16, p2; {"".join(loads)}
         ld.global.v4.b32 {{r12, r13, r14, r15}}, [d2];
-        mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {{r16, r17, r18, r19}},
+        mma.sync.aligned.{shape} {{r16, r17, r18, r19}},
             {{{", ".join(registers_a)}}}, {{{", ".join(registers_b)}}}, {{r12, r13, r14, r15}};
         st.global.v4.b32 [d2], {{r16, r17, r18, r19}};""",
         aligned(fragments_a),
         aligned(fragments_b),
-        held := aligned(sums),
+        memory := aligned(held),
         threads=warps * WARP,
     )
-    assert np.array_equal(held.view(np.float32), expected.ravel())
+    fragments = memory.view(sums[0].dtype).reshape(warps, WARP, 4)
+    found = [np.zeros_like(one) for one in sums]
+    for warp, (lane, group, place) in itertools.product(range(warps), lanes()):
+        for i in range(4):
+            found[warp][sum_at(group, place, i)] = fragments[warp, lane, i]
+    return found
 
 
 def aligned(array: Array) -> Array:

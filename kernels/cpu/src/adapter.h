@@ -105,7 +105,7 @@ static void run_shrink(step_state *s, ap_place place) {
 
 /* ---- validation ---- */
 
-/* The first linear of a place whose inputs a step quantizes; NULL: there is none. */
+/* The first linear of a place whose inputs a step quantizes as they are; NULL: there is none. */
 static const ap_linear *quantized_linear(const ap_layer *layer, ap_place place) {
     const ap_linear *linears[MOST_FORMS] = {&layer->down};
     int32_t count = 1;
@@ -116,7 +116,7 @@ static const ap_linear *quantized_linear(const ap_layer *layer, ap_place place) 
     else if (place == AP_INTO_MLP)
         linears[0] = &layer->gate, linears[1] = &layer->up, count = 2;
     for (int32_t i = 0; i < count; i++)
-        if (is_quantized(linears[i])) return linears[i];
+        if (is_quantized(linears[i]) && !is_trellis(linears[i])) return linears[i];
     return NULL;
 }
 

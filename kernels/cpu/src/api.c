@@ -231,6 +231,13 @@ int32_t ap_rows(ap_engine *engine, const ap_linear *linear, const int64_t *ids, 
     return chosen()->find_rows(engine, linear, ids, count, out);
 }
 
+int32_t ap_trellis_encode(ap_engine *engine, int32_t bits, const float *x, const float *weights,
+                          int32_t count, uint8_t *symbols, float *found) {
+    if (bits < 2 || bits > 5 || count < 0 || !x || !weights || !symbols || !found)
+        return AP_BAD_ARGUMENT;
+    return chosen()->encode(engine, bits, x, weights, count, symbols, found);
+}
+
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
                   const ap_sampling *sampling, int64_t *tokens) {
     return chosen()->sample(engine, logits, num_rows, vocab_size, sampling, tokens);

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 20 /* changes with every change of a struct or a signature below */
+#define AP_ABI 23 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -250,6 +250,8 @@ typedef struct {
     int32_t num_states;
     uint8_t *states;     /* state slots, 64-byte aligned; NULL without recurrent layers */
     int64_t state_bytes; /* of a slot, a multiple of 64 */
+    int32_t state_format; /* of its numbers: AP_F32, AP_F16 or AP_BF16 */
+    int32_t reserved;
 } ap_cache;
 
 /* One step's rows: sequence i owns rows query_start[i] .. query_start[i + 1] - 1, the last of its
@@ -260,8 +262,8 @@ typedef struct {
  * sequences, one for each block. The step seals the blocks that it fills.
  *
  * With recurrent layers a sequence continues from the state in its slot, or from zeros if its first
- * row has position 0, and writes back the state after its last row. Consecutive sequences of the
- * same slot are one sequence; otherwise no two sequences share a slot. */
+ * row has position 0, and writes back the state after its last row, rounded only then. Consecutive
+ * sequences of the same slot are one sequence; otherwise no two sequences share a slot. */
 typedef struct {
     int32_t num_tokens;
     int32_t num_seqs;
@@ -354,7 +356,7 @@ int32_t ap_make_room(ap_engine *engine, const ap_model *model, const ap_cache *c
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
                 float *logits);
 
-/* The first linear in an ap_place of a layer whose inputs a step quantizes; NULL: there is none.
+/* The first linear in an ap_place of a layer whose inputs a step quantizes, not rotated; or NULL.
  * Factors of adapters may be AP_INT8 there, with the input_order of this linear. */
 const ap_linear *ap_quantized_at(const ap_model *model, int32_t layer, int32_t place);
 
@@ -393,6 +395,15 @@ int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *c
  * block) blocks. The format, kind, scales and group of `linear` must be those of the type. */
 int32_t ap_linear_pack_ggml(ap_engine *engine, const ap_linear *linear, int32_t type,
                             const void *blocks);
+/* The same for symbols of a trellis, (blocks, in, 8 * bits) bytes: 64 symbols of a block's outputs,
+ * the first in the lowest bits; scales (out,) float32. */
+int32_t ap_linear_pack_trellis(ap_engine *engine, const ap_linear *linear, const uint8_t *symbols,
+                               const float *scales);
+/* Choose symbols of 2 to 5 bits for sequences x (count, 64), so that the values found (count, 64)
+ * are near: the sum of squared errors, each times its weight (count, 64), is least. The values are
+ * integers from -128 to 127. symbols (count, 64): one in a byte. */
+int32_t ap_trellis_encode(ap_engine *engine, int32_t bits, const float *x, const float *weights,
+                          int32_t count, uint8_t *symbols, float *found);
 int64_t ap_page_bytes(int32_t format, int32_t head_dim); /* multiple of 64; -1: unsupported */
 
 #pragma GCC visibility pop

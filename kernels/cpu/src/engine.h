@@ -47,6 +47,8 @@ typedef struct {
                         const ap_batch *, const float *, float *);
     ap_status (*multiply)(ap_engine *, const ap_linear *, const float *, int32_t, float *);
     ap_status (*find_rows)(ap_engine *, const ap_linear *, const int64_t *, int32_t, float *);
+    ap_status (*encode)(ap_engine *, int32_t, const float *, const float *, int32_t, uint8_t *,
+                        float *);
     ap_status (*sample)(ap_engine *, const float *, int32_t, int32_t, const ap_sampling *,
                         int64_t *);
     ap_status (*score)(ap_engine *, const float *, int32_t, int32_t, const int64_t *, int32_t,

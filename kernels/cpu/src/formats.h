@@ -33,6 +33,7 @@ typedef enum {
     AP_SCALES_Q4_K = 35, /* of Q5_K, too */
     AP_SCALES_Q6_K = 36,
     AP_SCALES_IQ4_XS = 37,
+    AP_SCALES_TRELLIS = 38, /* a float of each output; codes are symbols of a trellis */
 } ap_scale_format;
 
 /* Types of GGML whose blocks ap_linear_pack_ggml takes; their numbers are GGML's. */
@@ -72,9 +73,12 @@ typedef enum {
  *            the uppermost bit of AP_INT3 and AP_INT5 (16, 4) bytes: bit v of byte [j][t] is of
  *            output j, input 4v + t
  *   AP_F32, AP_F16, AP_BF16  (in, 16) elements: element [k][j] is output j, input k
- * Scales and offsets of integer weights: (tiles, in / group, 16), AP_F16 or AP_F32, or bytes of
- * AP_E8M0. Of a GGML type: (tiles, in / 256) records, which also hold the offsets. A record is the
- * type's integers, (bytes, 16), then its one or two halves, (16,) each.
+ * With AP_SCALES_TRELLIS (trellis.h) codes of AP_INT2 to AP_INT5 are symbols: 64 outputs, four
+ * tiles, are a closed sequence for each input, and there are four tiles of codes also where
+ * out_features ends before; inputs are rotated in blocks of 64; scales are (tiles * 16,) float32.
+ * Scales and offsets of other integer weights: (tiles, in / group, 16), AP_F16 or AP_F32, or bytes
+ * of AP_E8M0. Of a GGML type: (tiles, in / 256) records, which also hold the offsets. A record is
+ * the type's integers, (bytes, 16), then its one or two halves, (16,) each.
  */
 typedef struct {
     int32_t format;       /* ap_format of the codes */

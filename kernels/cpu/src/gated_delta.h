@@ -60,7 +60,8 @@ static void delta_part(void *context, const state_span *span, int32_t part) {
     int64_t stride = inputs_width(s->layer), size = (int64_t)d->key_dim * d->value_dim;
     bool is_whole = d->value_dim - column >= STATE_COLUMNS;
     state_columns c;
-    c.state = state_of(s, span, d->state) + head * size + column;
+    c.state = state_of(s, span, d->state);
+    c.first = head * size + column;
     c.rows = d->key_dim;
     c.width = d->value_dim;
     c.columns = is_whole ? STATE_COLUMNS : AP_LANES;

@@ -5,6 +5,7 @@
 #include "pointwise.h"
 #include "linear.h"
 #include "attention.h"
+#include "encode.h"
 #include "sample.h"
 #include "score.h"
 #include "step.h"
@@ -22,6 +23,7 @@ const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .attend = attend_layer,
     .multiply = multiply_rows,
     .find_rows = find_rows,
+    .encode = encode,
     .sample = sample,
     .score = score,
 };

@@ -9,9 +9,14 @@
 #include "linear_dense.h"
 #include "linear_planes.h"
 #include "linear_rows.h"
+#include "linear_trellis.h"
 
 static void multiply_tiles(multiplication m) {
     const ap_linear *w = m.w;
+    if (is_trellis(w)) {
+        multiply_trellis(m);
+        return;
+    }
     if (has_planes(w)) {
         multiply_in_planes(m);
         return;

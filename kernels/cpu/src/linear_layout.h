@@ -5,6 +5,7 @@
 #include <stdbool.h>
 
 #include "appliance_cpu.h"
+#include "trellis.h"
 
 static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
@@ -73,6 +74,8 @@ static inline int32_t record_bytes(int32_t scale_format) {
     }
 }
 
+static inline bool is_trellis(const ap_linear *w) { return w->scale_format == AP_SCALES_TRELLIS; }
+
 static inline int32_t scale_bytes(int32_t scale_format) {
     return scale_format == AP_E8M0 ? 1 : scale_format == AP_F16 ? 2 : 4;
 }
@@ -80,6 +83,12 @@ static inline int32_t scale_bytes(int32_t scale_format) {
 /* bytes of a tile's codes */
 static inline int64_t tile_bytes(const ap_linear *w) {
     return (int64_t)w->in_features * AP_LANES * format_bits(w->format) / 8;
+}
+
+/* tiles whose codes are stored: sequences of a trellis go over four */
+static inline int32_t stored_tiles(const ap_linear *w) {
+    int32_t together = is_trellis(w) ? TRELLIS_BLOCK / AP_LANES : 1;
+    return (num_tiles(w) + together - 1) / together * together;
 }
 
 /* elements of a tile's scales, or of its offsets */
@@ -98,6 +107,10 @@ static inline const uint8_t *tile_codes(const ap_linear *w, int32_t tile) {
 /* true if a weight with scales in records is one of the GGML types */
 static inline bool superblock_supported(const ap_linear *w) {
     bool centered = w->offset_kind == AP_CENTERED, additive = w->offset_kind == AP_ADDITIVE;
+    if (is_trellis(w))
+        return (w->format == AP_INT4 || (w->format >= AP_INT2 && w->format <= AP_INT5)) &&
+               centered && w->group == TRELLIS_BLOCK && w->in_features % TRELLIS_BLOCK == 0 &&
+               !w->offsets && !w->input_order;
     if (w->in_features % SUPERBLOCK || w->offsets) return false;
     switch (w->scale_format) {
         case AP_SCALES_Q2_K:

@@ -34,6 +34,7 @@ typedef struct {
     int32_t rows;
     int32_t group;     /* of the weight to multiply by; 0: not quantized */
     const int32_t *order; /* of their columns in the quantized form: see ap_linear.input_order */
+    bool rotated;         /* in the quantized form: of a trellis */
     int8_t *codes;     /* block after block: (in_features / 4, rows of the block, 4), -127 .. 127 */
     row_scale *scales; /* block after block: (in_features / 16, rows of the block) */
 } rows_in;
@@ -101,10 +102,19 @@ static void quantize_row(rows_in *in, int32_t row, int32_t width) {
     int8_t *codes = row_codes(in, row, width);
     row_scale *out = row_scales(in, row, width), *first = out;
     for (int32_t k = 0; k < width; k += INPUTS_PER_SCALE, out += beside) {
-        float gathered[INPUTS_PER_SCALE];
+        float gathered[INPUTS_PER_SCALE], turned[TRELLIS_BLOCK];
         for (int32_t i = 0; in->order && i < INPUTS_PER_SCALE; i++)
             gathered[i] = x[in->order[k + i]];
-        quantize_inputs(in->order ? gathered : x + k, codes + (int64_t)k * beside, 4 * beside, out);
+        const float *inputs = in->order ? gathered : x + k;
+        if (in->rotated) {
+            if (k % TRELLIS_BLOCK == 0) {
+                memcpy(turned, x + k, sizeof turned);
+                trellis_change_signs(turned);
+                trellis_transform(turned);
+            }
+            inputs = turned + k % TRELLIS_BLOCK;
+        }
+        quantize_inputs(inputs, codes + (int64_t)k * beside, 4 * beside, out);
         if (k % in->group)
             first->sum += out->sum;
         else

@@ -4,6 +4,7 @@
 
 #include "half.h"
 #include "linear_scales.h"
+#include "trellis.h"
 
 static float element_at(const void *elements, int64_t index, int32_t format) {
     if (format == AP_F32) return ((const float *)elements)[index];
@@ -76,8 +77,33 @@ static void plane_row(const ap_linear *w, int32_t tile, int32_t lane, float *out
 }
 
 /* output `index` of a weight: out (in_features,) */
+static void trellis_row(const ap_linear *w, int64_t index, float *out) {
+    const int32_t bits = format_bits(w->format), within = (int32_t)(index % TRELLIS_BLOCK);
+    const int32_t first_tile = (int32_t)(index / TRELLIS_BLOCK) * (TRELLIS_BLOCK / AP_LANES);
+    const float scale = ((const float *)w->scales)[index];
+    for (int32_t k = 0; k < w->in_features; k++) {
+        uint32_t state = 0;
+        for (int32_t i = 11 / bits; i >= 0; i--) {
+            int32_t output = (within - i + TRELLIS_BLOCK) % TRELLIS_BLOCK;
+            const uint8_t *codes = tile_codes(w, first_tile + output / AP_LANES);
+            float code = plane_code_at(codes + output % AP_LANES * 4, k, w->format);
+            state = (state << bits | (uint32_t)code) & (TRELLIS_STATES - 1);
+        }
+        out[k] = (float)trellis_value(bits, state) * scale;
+    }
+    for (int32_t k = 0; k < w->in_features; k += TRELLIS_BLOCK) {
+        trellis_transform(out + k);
+        trellis_change_signs(out + k);
+    }
+}
+
+/* output `index` of a weight: out (in_features,) */
 static void linear_row(const ap_linear *linear, int64_t index, float *out) {
     int32_t tile = (int32_t)(index / AP_LANES), lane = index % AP_LANES;
+    if (is_trellis(linear)) {
+        trellis_row(linear, index, out);
+        return;
+    }
     if (has_planes(linear)) {
         plane_row(linear, tile, lane, out);
         return;

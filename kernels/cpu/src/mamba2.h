@@ -49,7 +49,8 @@ static void scan_part(void *context, const state_span *span, int32_t part) {
     int32_t place = head * m->head_dim + column;
     bool is_whole = m->head_dim - column >= STATE_COLUMNS;
     state_columns c;
-    c.state = state_of(s, span, m->state) + (int64_t)head * m->state_dim * m->head_dim + column;
+    c.state = state_of(s, span, m->state);
+    c.first = (int64_t)head * m->state_dim * m->head_dim + column;
     c.rows = m->state_dim;
     c.width = m->head_dim;
     c.columns = is_whole ? STATE_COLUMNS : AP_LANES;
@@ -163,10 +164,11 @@ static bool mamba2_fits(const ap_cache *cache, const ap_mamba2 *m) {
     if (m->state_dim < AP_LANES || m->state_dim % AP_LANES || m->state % 64) return false;
     if (!split_fits(m)) return false;
     int32_t values = m->num_heads * m->head_dim, keys = m->num_groups * m->state_dim;
-    int64_t floats = (int64_t)m->num_heads * m->state_dim * m->head_dim;
+    int64_t numbers = (int64_t)m->num_heads * m->state_dim * m->head_dim;
     return m->filters.width == values + 2 * keys &&
            m->input.out_features == 2 * values + 2 * keys + m->num_heads &&
-           m->state + floats * (int64_t)sizeof(float) <= cache->state_bytes;
+           (cache->state_format == AP_F32 || m->state_dim <= MOST_NEAR) &&
+           m->state + numbers * kept_bytes(cache->state_format) <= cache->state_bytes;
 }
 
 #endif

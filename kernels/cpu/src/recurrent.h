@@ -7,10 +7,59 @@
 #ifndef AP_RECURRENT_H
 #define AP_RECURRENT_H
 
+#include <string.h>
+
 #include "step_state.h"
 
-static float *state_of(const step_state *s, const state_span *span, int64_t offset) {
-    return (float *)(s->cache->states + span->slot * s->cache->state_bytes + offset);
+/* A sequence's numbers in its slot: floats, or rounded to 16 bits, in which nothing is computed. */
+typedef struct {
+    uint8_t *at;
+    int32_t format; /* AP_F32, AP_F16 or AP_BF16 */
+} kept_numbers;
+
+static int32_t kept_bytes(int32_t format) { return format == AP_F32 ? 4 : 2; }
+
+static kept_numbers state_of(const step_state *s, const state_span *span, int64_t offset) {
+    return (kept_numbers){s->cache->states + span->slot * s->cache->state_bytes + offset,
+                          s->cache->state_format};
+}
+
+/* Read AP_LANES numbers from `index`. */
+INLINE vfloat read_kept(kept_numbers kept, int64_t index) {
+    const void *at = kept.at + index * kept_bytes(kept.format);
+    if (kept.format == AP_F16) return vf_load_half(at);
+    return kept.format == AP_BF16 ? vf_load_bfloat(at) : vf_load(at);
+}
+
+/* Write AP_LANES numbers; what exceeds float16 becomes its largest number, and NaN stays NaN. */
+INLINE void keep(kept_numbers kept, int64_t index, vfloat x) {
+    void *at = kept.at + index * kept_bytes(kept.format);
+    if (kept.format == AP_F16)
+        vf_store_half(at, vf_min(vf_set(65504.0f), vf_max(vf_set(-65504.0f), x)));
+    else if (kept.format == AP_BF16)
+        vf_store_bfloat(at, x);
+    else
+        vf_store(at, x);
+}
+
+/* The same for the `left` numbers that are left of a row, if they are fewer than AP_LANES. */
+INLINE vfloat read_next(kept_numbers kept, int64_t index, int32_t left) {
+    if (left >= AP_LANES) return read_kept(kept, index);
+    uint8_t some[AP_LANES * sizeof(float)] = {0};
+    int64_t bytes = kept_bytes(kept.format);
+    memcpy(some, kept.at + index * bytes, (size_t)(left * bytes));
+    return read_kept((kept_numbers){some, kept.format}, 0);
+}
+
+INLINE void keep_next(kept_numbers kept, int64_t index, vfloat x, int32_t left) {
+    if (left >= AP_LANES) {
+        keep(kept, index, x);
+        return;
+    }
+    uint8_t some[AP_LANES * sizeof(float)];
+    int64_t bytes = kept_bytes(kept.format);
+    keep((kept_numbers){some, kept.format}, 0, x);
+    memcpy(kept.at + index * bytes, some, (size_t)(left * bytes));
 }
 
 typedef void (*state_function)(void *context, const state_span *span, int32_t part);

@@ -63,7 +63,7 @@ static bool is_form_of(const rows_in *form, const ap_linear *linear) {
     if (!is_quantized(linear)) return !form->group;
     /* without offsets nothing is summed by group */
     bool fits = form->group == linear->group || (form->group && linear->offset_kind == AP_CENTERED);
-    return fits && form->order == linear->input_order;
+    return fits && form->order == linear->input_order && form->rotated == is_trellis(linear);
 }
 
 /* The form that a linear multiplies. */
@@ -79,6 +79,7 @@ static void add_form(input *in, const ap_linear *linear) {
     rows_in *form = &in->forms[in->num_forms++];
     form->group = is_quantized(linear) ? linear->group : 0;
     form->order = is_quantized(linear) ? linear->input_order : NULL;
+    form->rotated = is_trellis(linear);
 }
 
 /* The bytes that an input's quantized forms take. */

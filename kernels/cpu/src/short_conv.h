@@ -22,12 +22,13 @@ typedef struct {
 static void conv_column(const conv_run *r, const state_span *span, int32_t channel) {
     const ap_filters *f = r->filters;
     int32_t left = f->width - channel, taps = f->taps;
-    float *state = state_of(r->s, span, f->state) + channel;
+    kept_numbers state = state_of(r->s, span, f->state);
     const float *filters = f->filters + channel;
     vfloat bias = f->bias ? load_next(f->bias + channel, left) : vf_zero();
     vfloat past[AP_MOST_TAPS];
     for (int32_t k = 0; k < taps - 1; k++)
-        past[k] = span->goes_on ? load_next(state + (int64_t)k * f->width, left) : vf_zero();
+        past[k] = span->goes_on ? read_next(state, (int64_t)k * f->width + channel, left)
+                                : vf_zero();
     for (int32_t row = span->first; row < span->first + span->rows; row++) {
         int64_t place = row * r->stride + channel;
         vfloat x = load_next(r->in + place, left), total = bias;
@@ -42,7 +43,7 @@ static void conv_column(const conv_run *r, const state_span *span, int32_t chann
         store_next(r->out + row * r->out_stride + channel, total, left);
     }
     for (int32_t k = 0; k < taps - 1; k++)
-        store_next(state + (int64_t)k * f->width, past[k], left);
+        keep_next(state, (int64_t)k * f->width + channel, past[k], left);
 }
 
 static void conv_part(void *context, const state_span *span, int32_t part) {

@@ -13,8 +13,9 @@
 #define STATE_COLUMNS (STATE_VECTORS * AP_LANES)
 /* Partial sums of a vector times a state: an addition waits for the one before in its sum. */
 #define STATE_SUMS 4
-/* The most rows of a state whose columns are copied side by side for a sequence of several rows. In
- * the slot they lie a whole row apart and share few sets of the first-level cache. */
+/* The most rows of a state whose columns are copied side by side for a sequence of several rows, or
+ * from 16 bits. In the slot they lie a whole row apart and share few sets of the first-level
+ * cache. */
 #define MOST_NEAR 256
 
 typedef struct {
@@ -31,7 +32,8 @@ static int32_t state_parts(int32_t width) { return ceil_div(width, STATE_COLUMNS
 
 /* Some columns of a head's state (rows, width). */
 typedef struct {
-    float *state; /* where they lie in the slot */
+    kept_numbers state; /* of the layer, in the slot */
+    int64_t first;      /* where they begin in it */
     int32_t rows;
     int32_t width;
     int32_t columns;
@@ -41,21 +43,22 @@ typedef struct {
 } state_columns;
 
 static void hold_columns(state_columns *c, const state_span *span) {
-    bool is_near = c->rows <= MOST_NEAR && span->rows > 1;
-    size_t bytes = (size_t)c->columns * sizeof(float);
-    c->held = is_near ? c->near : c->state;
-    c->pitch = is_near ? c->columns : c->width;
+    bool in_slot = c->state.format == AP_F32 && (c->rows > MOST_NEAR || span->rows == 1);
+    c->held = in_slot ? (float *)(void *)c->state.at + c->first : c->near;
+    c->pitch = in_slot ? c->width : c->columns;
+    if (in_slot && span->goes_on) return;
     for (int32_t i = 0; i < c->rows; i++)
-        if (!span->goes_on)
-            memset(c->held + i * c->pitch, 0, bytes);
-        else if (is_near)
-            memcpy(c->held + i * c->pitch, c->state + (int64_t)i * c->width, bytes);
+        for (int32_t v = 0; v < c->columns; v += AP_LANES)
+            vf_store(c->held + i * c->pitch + v,
+                     span->goes_on ? read_kept(c->state, c->first + (int64_t)i * c->width + v)
+                                   : vf_zero());
 }
 
 static void put_columns_back(const state_columns *c) {
-    for (int32_t i = 0; c->held != c->state && i < c->rows; i++)
-        memcpy(c->state + (int64_t)i * c->width, c->held + i * c->pitch,
-               (size_t)c->columns * sizeof(float));
+    for (int32_t i = 0; c->held == c->near && i < c->rows; i++)
+        for (int32_t v = 0; v < c->columns; v += AP_LANES)
+            keep(c->state, c->first + (int64_t)i * c->width + v,
+                 vf_load(c->held + i * c->pitch + v));
 }
 
 #endif

@@ -24,7 +24,7 @@ static bool head_norms_fit(const ap_attention *a) {
 /* True if a state slot has room for the inputs that a layer's filters keep. */
 static bool filters_fit(const ap_cache *cache, const ap_filters *f) {
     if (f->width < 1 || f->taps < 2 || f->taps > AP_MOST_TAPS || f->state < 0) return false;
-    int64_t bytes = (int64_t)(f->taps - 1) * f->width * (int64_t)sizeof(float);
+    int64_t bytes = (int64_t)(f->taps - 1) * f->width * kept_bytes(cache->state_format);
     return f->state % 64 == 0 && f->state + bytes <= cache->state_bytes;
 }
 
@@ -33,13 +33,16 @@ static bool delta_fits(const ap_cache *cache, const ap_gated_delta *d) {
     if (d->key_dim < AP_LANES || d->key_dim % AP_LANES || d->state < 0) return false;
     if (d->value_dim < AP_LANES || d->value_dim % AP_LANES || d->state % 64) return false;
     int32_t width = 2 * d->num_key_heads * d->key_dim + d->num_value_heads * d->value_dim;
-    int64_t floats = (int64_t)d->num_value_heads * d->key_dim * d->value_dim;
+    int64_t numbers = (int64_t)d->num_value_heads * d->key_dim * d->value_dim;
     return d->filters.width == width && filters_fit(cache, &d->filters) &&
-           d->state + floats * (int64_t)sizeof(float) <= cache->state_bytes;
+           (cache->state_format == AP_F32 || d->key_dim <= MOST_NEAR) &&
+           d->state + numbers * kept_bytes(cache->state_format) <= cache->state_bytes;
 }
 
 static bool slots_fit(const ap_cache *cache, const ap_batch *batch) {
     if (!cache->states || !batch->state_slots) return false;
+    int32_t format = cache->state_format;
+    if (format != AP_F32 && format != AP_F16 && format != AP_BF16) return false;
     for (int32_t i = 0; i < batch->num_seqs; i++)
         if (batch->state_slots[i] < 0 || batch->state_slots[i] >= cache->num_states) return false;
     return true;

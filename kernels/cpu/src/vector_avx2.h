@@ -242,6 +242,22 @@ INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
     __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
     return (vbyte){_mm256_shuffle_epi8(values, a.low), _mm256_shuffle_epi8(values, a.high)};
 }
+INLINE vbyte vb_add(vbyte a, vbyte b) {
+    return (vbyte){_mm256_add_epi8(a.low, b.low), _mm256_add_epi8(a.high, b.high)};
+}
+INLINE vbyte vb_xor(vbyte a, vbyte b) {
+    return (vbyte){_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+}
+INLINE void vb_store(void *p, vbyte a) {
+    _mm256_storeu_si256((__m256i *)p, a.low);
+    _mm256_storeu_si256((__m256i *)p + 1, a.high);
+}
+/* lanes of `a` moved up by n of 1 to 4, after the last n of `before`; n is a constant */
+#define HALF_AFTER(before, a, n) \
+    _mm256_alignr_epi8(a, _mm256_permute2x128_si256(before, a, 0x21), 16 - 4 * (n))
+#define vb_after(before, a, n)                       \
+    ((vbyte){HALF_AFTER((before).high, (a).low, n),  \
+             HALF_AFTER((a).low, (a).high, n)})
 INLINE vbyte vb_or(vbyte a, vbyte b) {
     return (vbyte){_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
 }

@@ -142,6 +142,11 @@ INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
     __m128i values = _mm_loadu_si128((const __m128i *)table);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a);
 }
+INLINE vbyte vb_add(vbyte a, vbyte b) { return _mm512_add_epi8(a, b); }
+INLINE vbyte vb_xor(vbyte a, vbyte b) { return _mm512_xor_si512(a, b); }
+INLINE void vb_store(void *p, vbyte a) { _mm512_storeu_si512(p, a); }
+/* lanes of `a` moved up by n of 1 to 4, after the last n of `before`; n is a constant */
+#define vb_after(before, a, n) _mm512_alignr_epi32(a, before, 16 - (n))
 INLINE vbyte vb_or(vbyte a, vbyte b) { return _mm512_or_si512(a, b); }
 /* each byte's bits from place `from` on, moved to place `to`; mask: the bits there that are kept */
 INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {

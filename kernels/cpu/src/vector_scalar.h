@@ -256,6 +256,20 @@ INLINE b16 low_nibbles(b16 a) { return a & 15; }
 INLINE b16 high_nibbles(b16 a) { return a >> 4; }
 UNARY(vb_low, vbyte, vbyte, low_nibbles)
 UNARY(vb_high, vbyte, vbyte, high_nibbles)
+INLINE vbyte vb_add(vbyte a, vbyte b) {
+    return (vbyte){a.a + b.a, a.b + b.b, a.c + b.c, a.d + b.d};
+}
+INLINE vbyte vb_xor(vbyte a, vbyte b) {
+    return (vbyte){a.a ^ b.a, a.b ^ b.b, a.c ^ b.c, a.d ^ b.d};
+}
+INLINE void vb_store(void *p, vbyte a) { memcpy(p, &a, sizeof a); }
+/* lanes of `a` moved up by n of 1 to 4, after the last n of `before` */
+INLINE vbyte vb_after(vbyte before, vbyte a, int n) {
+    uint8_t both[128];
+    vb_store(both, before);
+    vb_store(both + 64, a);
+    return vb_load(both + 64 - 4 * n);
+}
 INLINE vbyte vb_or(vbyte a, vbyte b) {
     return (vbyte){a.a | b.a, a.b | b.b, a.c | b.c, a.d | b.d};
 }

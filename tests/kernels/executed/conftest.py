@@ -144,7 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.add(item)
             of_test = cases.setdefault((item.path, item.originalname), {})
             least = item.get_closest_marker("least_capability")
-            if least is None or TARGETS[target] >= least.args[0]:
+            only = item.get_closest_marker("capabilities")
+            is_new = least is None or TARGETS[target] >= least.args[0]
+            if is_new and (only is None or TARGETS[target] in only.args):
                 of_test.setdefault(case, []).append(item)
         elif item.get_closest_marker("compiled"):
             left_out.add(item)

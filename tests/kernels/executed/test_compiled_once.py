@@ -43,8 +43,10 @@ from appliance.kernels.adapters.launch import add_adapters, plan_adapters
 from appliance.kernels.backend import triton_backend
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.gpu.compile_ahead import compiled_ahead
+from appliance.kernels.int8_matmul import launch as int8_matmul
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.operations import Backend, Linear
+from appliance.kernels.packed_matmul.launch import TiledLinear
 from appliance.kernels.weights.weight import Weight
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.adapters.torch_slots import TorchAdapterSlots
@@ -80,6 +82,9 @@ def engine_of(
     model: Path,
     kv_format: KVFormat,
     on_progress: Callable[[str, int, int], None],
+    limits: SchedulerLimits = LIMITS,
+    *,
+    rounds_prompts: bool = False,
 ) -> LLMEngine:
     source = open_model(model)
     precision = Precision(
@@ -89,8 +94,8 @@ def engine_of(
         32,
         (LayerPrecision(kv_format),) * len(source.spec.cache_layers),
     )
-    execution = TorchExecution(precision, with_packed_weights())
-    executor = execution.load(source, lambda stage, done, total: None, LIMITS.context_length)
+    execution = TorchExecution(precision, with_packed_weights(), rounds_prompts=rounds_prompts)
+    executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
     num_open = NUM_OPEN if kv_format.is_sealed else 0
     block_bytes = 32 * execution.kv_bytes_per_token(source.spec)
     request = MemoryRequest(
@@ -101,9 +106,9 @@ def engine_of(
         block_size=32,
         activation_bytes=2,
         budget_bytes=2**31,
-        max_num_seqs=LIMITS.max_num_seqs,
-        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
-        max_model_len=LIMITS.context_length,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.context_length,
         kv_cache_memory=30 * block_bytes,
         fill=True,
         open_bytes=num_open * execution.open_block_bytes(source.spec),
@@ -112,8 +117,8 @@ def engine_of(
         execution,
         executor,
         LateDevice(),
-        LIMITS,
-        execution.sample_tokens(source.spec, LIMITS.sample_rows),
+        limits,
+        execution.sample_tokens(source.spec, limits.sample_rows),
         num_open,
         with_graphs=False,
     )
@@ -123,7 +128,7 @@ def engine_of(
     )
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
     tiers = Tiers.none(blocks)
-    scheduler = Scheduler(blocks, LIMITS, (), look_ahead=True, tiers=tiers)
+    scheduler = Scheduler(blocks, limits, (), look_ahead=True, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=())
     return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
 
@@ -183,6 +188,40 @@ def test_all_is_compiled_ahead_at_load_and_nothing_while_requests_wait(
 
 
 @pytest.mark.compiled
+@pytest.mark.capabilities(86, 120)
+def test_prompts_in_int8_are_compiled_ahead_and_multiplied_apart_from_answers(
+    target: str,
+    tiny_llama: Path,
+    compiled: list[tuple[str, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multiply, rounded = int8_matmul.multiply_int8, list[int]()
+
+    def note(linear: TiledLinear, x: torch.Tensor, out: torch.Tensor) -> None:
+        rounded.append(len(x))
+        multiply(linear, x, out)
+
+    monkeypatch.setattr(int8_matmul, "is_faster", lambda *_: True)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=80, context_length=90)
+    with gpu(TARGETS[target], has_compiled=False) as machine:
+        machine.executes = False
+        engine = engine_of(tiny_llama, KVFormat.BF16, lambda *_: None, limits, rounds_prompts=True)
+        machine.executes = True
+        at_load = list(compiled)
+        monkeypatch.setattr(int8_matmul, "multiply_int8", note)
+        engine.submit(request("answer", 3, max_tokens=3))
+        engine.step()
+        engine.step()
+        assert not rounded, "an answer and a short prompt"
+        engine.submit(request("prompt", 70, max_tokens=2))
+        while engine.has_work:
+            assert not [delta.error for delta in engine.step().deltas if delta.error]
+    assert rounded == [70] * 4  # the linears of the first of two layers, in one step
+    assert "int8_matmul_kernel" in {name for name, in_the_way in at_load if not in_the_way}
+    assert compiled == at_load, compiled[len(at_load) :]
+
+
+@pytest.mark.compiled
 def test_kernels_of_experts_are_compiled_ahead_for_steps_of_any_size(
     target: str, tmp_path: Path, compiled: list[tuple[str, bool]]
 ) -> None:
@@ -200,7 +239,7 @@ def test_kernels_of_experts_are_compiled_ahead_for_steps_of_any_size(
         assert isinstance(experts, Experts)
         for num_rows in (1, 2, 3, 7, 8, 9, 16, 17, 30, 33, 34):
             row = torch.zeros(num_rows, 64, dtype=torch.bfloat16)
-            experts(row, row)
+            experts(row)
     assert {"logits_kernel", "route_kernel", "add_experts_kernel"} < {name for name, _ in at_load}
     assert compiled == at_load, compiled[len(at_load) :]
 
@@ -244,8 +283,8 @@ def test_what_fails_to_compile_ahead_is_left_to_its_launch(
         with compiled_ahead(lambda done, total: None):
             assert rms_norm(x * torch.nan, torch.ones(64), 1e-6).shape == x.shape
         assert rms_norm(x, torch.ones(64), 0.0).equal(x)
-    assert compiled == [("rms_norm_kernel", True)]
-    assert "rms_norm_kernel was not compiled ahead: no ptxas" in caplog.text
+    assert compiled == [("norm_kernel", True)]
+    assert "norm_kernel was not compiled ahead: no ptxas" in caplog.text
 
 
 @pytest.mark.compiled
@@ -263,4 +302,4 @@ def test_steps_that_fail_leave_nothing_behind_that_the_next_load_would_wait_for(
         assert JITFunction.parse is before
         with compiled_ahead(lambda done, total: None):
             rms_norm(torch.ones(3, 64), torch.ones(64), 1e-6)
-    assert {name for name, _ in compiled} == {"rms_norm_kernel"}
+    assert {name for name, _ in compiled} == {"norm_kernel"}

@@ -17,19 +17,25 @@ from appliance.gguf import read_header
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.int8_matmul import launch as int8_matmul
+from appliance.kernels.int8_matmul.reference import RoundingLinear
+from appliance.kernels.int8_matmul.tiles import LEAST_ROWS
 from appliance.kernels.operations import ChosenExperts
+from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.kernels.routing import Router
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.kernels.weights.weight import Weight
-from appliance.model.experts import stack_experts
+from appliance.model.experts import group_experts, stack_experts
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layer_weights import MLPWeights
 from appliance.model.layers import GatedLinear
 from appliance.model.linear import LinearPart
 from appliance.model.loader import load_decoder
+from appliance.model.prompt_layers import PromptLayers, with_linears
 from appliance.model.source import open_model
-from appliance.model.spec import DecoderSpec, ExpertsSpec, NormSpec
+from appliance.model.spec import DecoderSpec, ExpertsSpec, MLPSpec, NormSpec
 
 NO_LAYERS = DecoderSpec("none", 64, 97, 32, (), NormSpec(1e-5), tied_head=True)
 TOKEN_IDS = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -90,6 +96,33 @@ def test_a_gguf_file_takes_as_much_memory_as_on_disk_with_a_tied_head_once(
     said, expected = (logits_of(one, token_ids).log_softmax(-1) for one in (found, exact))
     assert expected.std() > 0.5
     assert (expected.exp() * (expected - said)).sum(-1).mean() < 0.002
+
+
+@pytest.mark.capabilities(86, 120)
+def test_prompts_in_int8_move_what_is_said_as_far_as_on_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linears of 4 bits in all layers but the last, and only where the step says so."""
+    monkeypatch.setattr(int8_matmul, "is_faster", lambda *_: True)
+    source = open_model(write_llama(tmp_path / "model.gguf", ("Q4_0",), layers=2))
+    cpu, backend = torch.device("cpu"), select_backend(torch.device("cuda"))
+    plain = load_decoder(source, backend, cpu, torch.float16)
+    rounding = replace(plain, prompts=PromptLayers(plain.layers, backend))
+    exact = load_decoder(source, REFERENCE, cpu, torch.float32)
+    first, last = exact.layers
+    rounded = replace(exact, layers=(with_linears(first, rounding_linear), last))
+    token_ids = [token % 100 for token in (TOKEN_IDS * 2)[:LEAST_ROWS]]
+    said = logits_of(plain, token_ids)
+    assert torch.equal(logits_of(rounding, token_ids), said)
+    make = RaggedBatch.of
+    monkeypatch.setattr(RaggedBatch, "of", lambda *a, **k: replace(make(*a, **k), prompts_from=0))
+    expected = (logits_of(rounded, token_ids) - logits_of(exact, token_ids)).norm()
+    moved = (logits_of(rounding, token_ids) - said).norm()
+    assert 0.8 < moved / expected < 1.25  # a code turns to the next by the last bit of an input
+
+
+def rounding_linear(linear: object) -> RoundingLinear | None:
+    return RoundingLinear(linear, 32) if isinstance(linear, DenseLinear) else None
 
 
 # A token's experts renormalised; of groups, beside a shared one; with biases, a clamp and sinks;
@@ -185,10 +218,57 @@ def test_packed_experts_are_stacked_from_their_parts(form: str, gated: bool) -> 
     assert stack_experts([*experts[:2], dense], spec) is None, "one launch has one packing"
 
 
+# A shared MLP as wide as three experts. One in act order cannot be cut, and stays apart.
+@pytest.mark.parametrize(
+    ("form", "gated", "cuts"),
+    [
+        ("dense", True, 3),
+        ("int4", True, 3),
+        ("int4", False, 3),
+        ("int4 in act order", True, 0),
+        ("fp8 rows", True, 3),
+        ("fp8 blocks", True, 3),
+    ],
+)
+def test_a_shared_mlp_is_cut_into_experts_whose_sum_is_its_output(
+    form: str, gated: bool, cuts: int
+) -> None:
+    width, middle = (128, 128) if form == "fp8 blocks" else (64, 96)
+    activation = Activation.SILU if gated else Activation.RELU_SQUARED
+
+    def mlp(size: int, number: int) -> MLPWeights:
+        inner = [part(form, size, width, number, i) for i in range(1 + gated)]
+        return MLPWeights(inner, part(form, 40, size, number))
+
+    experts, shared = [mlp(middle, number) for number in (0, 10)], mlp(3 * middle, 20)
+    own = MLPSpec(3 * middle, activation, gated=gated)
+    spec = ExpertsSpec(middle, activation, Router(2, 1), gated=gated, shared=own)
+    kernels = select_backend(torch.device("cuda"))
+    grouped, found = group_experts(experts.__getitem__, shared, spec, kernels, torch.bfloat16)
+    assert grouped is not None
+    assert found == cuts
+    hidden = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids, weights = torch.tensor([[0], [1], [0], [1], [1]]), torch.rand(5, 1) + 0.5
+    factors = torch.rand(5, 1)  # of the shared MLP, of each row
+    builder = LayerBuilder(REFERENCE, torch.bfloat16, NO_LAYERS)
+    each = [builder.mlp(expert, spec)(hidden).float() for expert in experts]
+    expected = torch.stack([each[i][row] for row, (i,) in enumerate(ids.tolist())]) * weights
+    if cuts:
+        expected += builder.mlp(shared, own)(hidden).float() * factors
+    always = torch.arange(2, 2 + cuts).expand(5, cuts)
+    chosen = ChosenExperts(
+        torch.cat((ids, always), dim=1), torch.cat((weights, factors.expand(5, cuts)), dim=1)
+    )
+    bound = 2e-2 * float(expected.abs().max())
+    torch.testing.assert_close(grouped(hidden, chosen).float(), expected, rtol=0, atol=bound)
+
+
 def part(form: str, out_features: int, in_features: int, expert: int, nth: int = 0) -> LinearPart:
     """A linear of an expert; in act order, those that read the same input mostly have its order."""
     random = torch.Generator().manual_seed(expert + nth)
     shape = out_features, in_features
+    if form == "dense":
+        return LinearPart(torch.randn(shape, generator=random) * in_features**-0.5, None)
     if form.startswith("fp8"):
         blocks = (-(-out_features // 128), -(-in_features // 128))
         scales = torch.rand(blocks if form == "fp8 blocks" else shape[:1], generator=random)
@@ -218,17 +298,14 @@ def test_gate_and_up_of_one_packing_are_one_operation_on_the_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "activation"),
+    "parts",
     [
-        ([random_packed(128, 64, 32), random_packed(128, 64, 32)], Activation.GELU_TANH),
-        ([random_packed(128, 64, 32), random_packed(128, 64, 64)], Activation.SILU),
-        ([torch.randn(128, 64), torch.randn(128, 64)], Activation.SILU),
-        ([random_packed(12, 64, 32), random_packed(12, 64, 32)], Activation.SILU),
+        [random_packed(128, 64, 32), random_packed(128, 64, 64)],
+        [torch.randn(128, 64), torch.randn(128, 64)],
+        [random_packed(12, 64, 32), random_packed(12, 64, 32)],
     ],
 )
-def test_what_the_fused_kernel_does_not_cover_is_two_operations(
-    parts: list[Weight], activation: Activation
-) -> None:
+def test_what_the_fused_kernel_does_not_cover_is_two_operations(parts: list[Weight]) -> None:
     builder = LayerBuilder(select_backend(torch.device("cuda")), torch.bfloat16, NO_LAYERS)
-    linear = builder.gated([LinearPart(part, None) for part in parts], activation)
+    linear = builder.gated([LinearPart(part, None) for part in parts], Activation.SILU)
     assert isinstance(linear, GatedLinear)

@@ -45,7 +45,7 @@ def test_a_layers_kernels_wait_for_the_one_before(
         linear = prepare_linear(random_packed(64, 128, 64), None, torch.bfloat16)
         gated_activation(linear(rms_norm(x, torch.ones(128), 1e-6)), Activation.SILU)
     assert waiting == {
-        "rms_norm_kernel",
+        "norm_kernel",
         "group_sums_kernel",
         "packed_matmul_kernel",
         "gated_activation_kernel",

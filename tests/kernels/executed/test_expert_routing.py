@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from appliance.kernels.expert_routing import reference
-from appliance.kernels.expert_routing.launch import route, router_logits, rows_of_program
-from appliance.kernels.operations import ChosenExperts
+from appliance.kernels.expert_routing.launch import choose, route, router_logits, rows_of_program
+from appliance.kernels.operations import ChosenExperts, RouterWeights
 from appliance.kernels.routing import Router, Scoring
 
 SOFTMAX, SIGMOID, OF_CHOSEN = Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SOFTMAX_OF_CHOSEN
@@ -99,6 +101,45 @@ def test_choice_is_that_of_the_definition(name: str, num_rows: int) -> None:
     assert torch.equal(found.ids, exact.ids)
     torch.testing.assert_close(found.weights.double(), exact.weights, rtol=3e-6, atol=1e-7)
     check_sorted(found, router.num_experts)
+
+
+def weights_of(router: Router, width: int, *, gate: bool) -> RouterWeights:
+    """Weights of a router that reads `width` elements; `gate`: with a row for the shared MLP."""
+    random = torch.Generator().manual_seed(1)
+    outputs = router.num_experts + gate
+    weight = torch.randn(outputs, width, generator=random) * width**-0.5 * 2
+    bias = torch.randn(outputs, generator=random) / 4 if router.bias else None
+    _, selection, scale = tensors(router, 1)
+    return RouterWeights(weight, bias, selection, scale)
+
+
+# One launch for few rows; two and three for more. Shared experts are those of every row.
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek-v3", "six groups", "nemotron3"])
+@pytest.mark.parametrize(
+    ("num_rows", "shared", "gate"),
+    [(1, 0, True), (1, 1, True), (7, 2, False), (21, 3, True), (150, 1, True)],
+)
+def test_rows_are_multiplied_and_their_experts_chosen(
+    name: str, num_rows: int, shared: int, gate: bool
+) -> None:
+    router = ROUTERS[name]
+    weights = weights_of(router, 100, gate=gate)
+    x = torch.randn(num_rows, 116, generator=torch.Generator().manual_seed(3)).bfloat16()[:, :100]
+    held = range(router.num_experts)
+    run = partial(choose, x, weights, router, held, shared=shared, has_gate=gate)
+    found, logit = run()
+    exactly = reference.choose_with(reference.router_logits, reference.route)
+    expected, same = exactly(x, weights, router, held, shared=shared, has_gate=gate)
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+    assert (logit is None) == (same is None) == (not gate or shared > 0)
+    if logit is not None and same is not None:
+        torch.testing.assert_close(logit, same, rtol=1e-5, atol=1e-5)
+    check_sorted(found, router.num_experts + shared)
+    # Counters are as before, so the next launch chooses too.
+    again, _ = run()
+    assert torch.equal(again.ids, found.ids)
+    assert torch.equal(again.weights, found.weights)
 
 
 def random_router(seed: int) -> Router:

@@ -9,6 +9,8 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.fp8_matmul import launch, reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind, prepare_linear, quantize_rows
+from appliance.kernels.fp8_matmul.timed_linear import TimedFp8Linear
+from appliance.kernels.gpu.timed import TimedChoices
 from appliance.kernels.packed_matmul.launch import TiledLinear
 from appliance.kernels.weights.fp8 import Fp8Weight
 from tests.kernels.executed.multiplying import BF16, FP16, ROUNDING, activations
@@ -60,6 +62,24 @@ def test_activations_in_fp8(
     found = linear(x)
     assert_near(found, expected, rounded.abs() @ w.t().abs())
     assert torch.equal(found, linear(x))
+
+
+@pytest.mark.least_capability(89)
+@pytest.mark.parametrize("blockwise", [False, True], ids=["channels", "blocks"])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_each_timed_tile_and_split_computes_the_same(blockwise: bool, rows: int) -> None:
+    weight = random_fp8(200, 1024, blockwise=blockwise)
+    linear = prepare_linear(weight, None, BF16, FP8)
+    assert isinstance(linear, launch.Fp8Linear)
+    work, x = TimedFp8Linear(linear), activations(rows, 1024, BF16)
+    codes, scales = reference.quantize_rows(x)
+    given, w = codes.double() * scales.double()[:, None], weight.dequantize(torch.float64)
+    for choice in work.candidates(rows):
+        work.use(TimedChoices({rows: choice}))
+        assert_near(linear(x), given @ w.t(), given.abs() @ w.t().abs())
+        for split in work.candidates(rows, choice):
+            work.use(TimedChoices({rows: split}))
+            assert_near(linear(x), given @ w.t(), given.abs() @ w.t().abs())
 
 
 @pytest.mark.least_capability(89)

@@ -60,8 +60,8 @@ def test_splits_biases_and_gates(monkeypatch: pytest.MonkeyPatch, name: str, spl
     x = activations(6, 1024, BF16)
     plain = prepare_linear(weight, bias, BF16)(x)
     assert_near_exact(plain, x, weight, bias)
-    assert has_gated(weight, BF16, Activation.SILU)
-    linear = prepare_gate_up(weight, bias, BF16)
+    assert has_gated(weight, BF16)
+    linear = prepare_gate_up(weight, bias, BF16, Activation.SILU)
     exact = x.double() @ weight.dequantize().double().t() + bias.double()
     gate, up = exact.chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up

@@ -10,18 +10,21 @@ from support.gguf.ggml_weights import random_ggml
 from support.kernels.fp4_weights import random_fp4
 from support.kernels.packed_weights import random_packed
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
 from appliance.kernels.gated_activation.reference import activated, gated_activation
+from appliance.kernels.gpu.timed import LaunchChoice, TimedChoices
 from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
-from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks
+from appliance.kernels.grouped_matmul.timed_experts import TimedExperts
+from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks, tile_of
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
 from appliance.kernels.operations import ChosenExperts, Shared
-from appliance.kernels.packed_matmul.tiled import TiledWeight
+from appliance.kernels.packed_matmul.tiled import TiledWeight, interleaved_gate_up
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.kernels.weights.packed import OffsetKind
 from appliance.kernels.weights.weight import Weight, dense
+from appliance.model.linear import LinearPart
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ADDITIVE, ZERO_POINT = OffsetKind.ADDITIVE, OffsetKind.ZERO_POINT
@@ -216,6 +219,29 @@ def test_experts_of_every_form(form: str, dtype: torch.dtype, num_tokens: int) -
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
 
+# An entry of the table with each tile that may replace it once it is timed.
+@pytest.mark.parametrize("entry", [tile.max_rows for tile in TILES[:3]])
+@pytest.mark.parametrize("form", ["int4 g32 zero", "fp4 g32", "dense"])
+def test_each_timed_tile_computes_the_same(form: str, entry: int) -> None:
+    stacked = layer(form)
+    prepared = prepare_experts(stacked, BF16)
+    assert prepared is not None
+    work = TimedExperts(prepared, 5, 2, 0)
+    hidden, chosen = work.inputs(entry, BF16, torch.device("cpu"))
+    expected = expected_of(
+        rounded(stacked, BF16) if form == "dense" else stacked, hidden, chosen.ids, chosen.weights
+    )
+    bound = RELATIVE[BF16] * float(expected.abs().max())
+    tiles = [one.tile for one in work.candidates(entry)]
+    assert len(set(tiles)) == len(tiles) >= 2
+    for tile in tiles:
+        work.use(TimedChoices({entry: LaunchChoice(tile)}))
+        assert tile_of(chosen.ids.numel(), 5, prepared.timed) is tile
+        found = work.run(hidden, chosen)
+        assert isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+
+
 # Each form with two of three heights of a tile; test_ggml_matmul reads all forms by tiles of each.
 @pytest.mark.parametrize(
     ("form", "num_tokens"),
@@ -395,3 +421,37 @@ def test_weights_without_a_form_for_one_launch_are_left_to_run_in_turn() -> None
     stacked = layer("int4 g32 zero")
     down = replace(stacked.down, weight=random_packed(rows_of(128, 5), 96, 48))
     assert prepare_experts(replace(stacked, down=down), BF16) is None
+
+
+# Forms whose rows are their own; with biases, activations with limits, and tiles of every size.
+@pytest.mark.parametrize(
+    "form", ["int4 g32 zero", "int4 g128 symmetric", "fp4 g32", "Q4_K", "dense"]
+)
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize(
+    "activation",
+    [Activation.SILU, Activation.GELU_TANH, ClampedSwiGLU(2.0, 1.7), BoundedSwiGLU(1.0)],
+)
+def test_gate_and_up_in_runs_are_one_launch(activation: Any, num_tokens: int, form: str) -> None:
+    middle = 256 if form == "Q4_K" else 128 if "g128" in form else 96
+    hidden = 256 if form == "Q4_K" else 128
+    plain = layer(form, hidden=hidden, middle=middle, activation=activation, bias=form == "dense")
+    if form == "dense":
+        plain = rounded(plain, BF16)
+    each = len(padded_rows(2 * middle, is_last=False))
+    index = torch.arange(plain.inner.weight.shape[0])
+    for expert in range(plain.num_experts):
+        first = expert * each
+        index[first : first + 2 * middle] = first + interleaved_gate_up(2 * middle)
+    moved = LinearPart(plain.inner.weight, plain.inner.bias).rows(index)
+    in_runs = replace(
+        plain, in_runs=True, inner=replace(plain.inner, weight=moved.weight, bias=moved.bias)
+    )
+    prepared = prepare_experts(in_runs, BF16)
+    assert prepared is not None
+    ids = choice(num_tokens, 2, 5)
+    x, weights = activations(num_tokens, hidden, BF16), torch.rand(ids.shape)
+    expected = expected_of(plain, x, ids, weights)
+    found = prepared(x, ChosenExperts(ids, weights))
+    bound = RELATIVE[BF16] * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2 * bound)

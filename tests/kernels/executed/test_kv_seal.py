@@ -95,7 +95,7 @@ def test_attention_over_closed_and_open_blocks(
         query_start=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         block_tables=torch.cat((int32([tuple(t) for t in tables]), torch.zeros(6, 1).int()), 1),
-        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),
         num_decodes=4,
         host_query_lens=query_lens,
         host_context_lens=context_lens,

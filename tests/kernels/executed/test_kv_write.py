@@ -7,10 +7,10 @@ import torch
 
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.head_norms import HeadNormKind, HeadNorms
 from appliance.kernels.kv_write import reference
 from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
 from appliance.kernels.norm_rope.reference import rms_norm, rotary
-from appliance.kernels.operations import HeadNorms
 
 NUM_BLOCKS = 4
 SLOTS = torch.tensor([127, 0, 33, 32, 31, -1, 70])
@@ -117,21 +117,77 @@ def test_rotation_and_write_in_one_launch(
     assert torch.equal(found.pages, expected.pages)
 
 
-def test_norms_of_heads() -> None:
+# Norms of a token's queries and of its keys; of more elements than are read at a time.
+@pytest.mark.parametrize("kind", HeadNormKind)
+@pytest.mark.parametrize(("heads", "half"), [((4, 2), 32), ((20, 1), 16), ((3, 3), 0)])
+def test_norms_of_heads(kind: HeadNormKind, heads: tuple[int, int], half: int) -> None:
     random = torch.Generator().manual_seed(2)
-    fused = torch.randn(len(SLOTS), 8, 64, generator=random).bfloat16()
-    angles = torch.randn(len(SLOTS), 32, generator=random)
-    weights = torch.rand(2, 64, generator=random) + 0.5
-    norms = HeadNorms(weights[0], weights[1], 1e-6)
-    found, expected = (empty_cache(KVFormat.FP32, 2, 64) for _ in range(2))
+    fused = torch.randn(len(SLOTS), heads[0] + 2 * heads[1], 64, generator=random).bfloat16()
+    angles = torch.randn(len(SLOTS), half, generator=random)
+    weights = [
+        torch.rand(count * 64 if kind is HeadNormKind.ALL else 64, generator=random) + 0.5
+        for count in heads
+    ]
+    norms = HeadNorms(weights[0], weights[1], 1e-6, kind)
+    found, expected = (empty_cache(KVFormat.FP32, heads[1], 64) for _ in range(2))
     arguments = angles.cos(), angles.sin()
     query = rotate_and_write(fused, *arguments, found, SLOTS, norms)
     # The sums of squares differ in their last bits, so a rounding may fall the other way.
     same = compose(fused, *arguments, expected, SLOTS, norms)
-    torch.testing.assert_close(query, same, atol=0.0, rtol=2**-7)
-    torch.testing.assert_close(found.elements, expected.elements, atol=0.0, rtol=2**-7)
+    torch.testing.assert_close(query, same, atol=2**-9, rtol=2**-7)
+    torch.testing.assert_close(found.elements, expected.elements, atol=2**-9, rtol=2**-7)
     plain = rotate_and_write(fused, *arguments, found, SLOTS)
     assert not torch.allclose(query, plain, rtol=0.05)
+
+
+@pytest.mark.parametrize("keys_are_values", [False, True])
+def test_values_are_normed_and_may_be_the_keys(keys_are_values: bool) -> None:
+    random = torch.Generator().manual_seed(4)
+    heads = 4 + 2 * (1 if keys_are_values else 2)
+    fused = torch.randn(len(SLOTS), heads, 64, generator=random).bfloat16() * 3
+    angles = torch.randn(len(SLOTS), 16, generator=random)
+    weights = torch.rand(2, 64, generator=random) + 0.5
+    norms = HeadNorms(weights[0], weights[1], 1e-6, value_eps=1e-5)
+    found, expected = (empty_cache(KVFormat.FP32, 2, 64) for _ in range(2))
+    arguments = angles.cos(), angles.sin()
+    for write, cache in ((rotate_and_write, found), (compose, expected)):
+        write(fused, *arguments, cache, SLOTS, norms, keys_are_values=keys_are_values)
+    torch.testing.assert_close(found.elements, expected.elements, atol=0.0, rtol=2**-7)
+    lengths = found.elements.view(NUM_BLOCKS, 2, 2, 32, 64)[:, :, 1].square().mean(-1)
+    assert lengths[lengths > 0].numel() == 2 * (len(SLOTS) - 1)
+    torch.testing.assert_close(
+        lengths[lengths > 0], torch.ones(2 * (len(SLOTS) - 1)), rtol=0.01, atol=0
+    )
+
+
+# Queries that read what another layer has written are in the form of its keys.
+@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT4])
+def test_queries_alone_are_those_beside_keys_and_scaled(kv_format: KVFormat) -> None:
+    random = torch.Generator().manual_seed(5)
+    wide = torch.randn(len(SLOTS), 8 * 64 + 24, generator=random).bfloat16()  # gates follow
+    fused = wide[:, : 8 * 64].view(len(SLOTS), 8, 64)
+    angles = torch.randn(len(SLOTS), 0 if kv_format is KVFormat.BF16 else 32, generator=random)
+    norms = HeadNorms(torch.rand(64, generator=random) + 0.5, None, 1e-6, HeadNormKind.ROTATED)
+    scale = torch.rand(len(SLOTS), generator=random) + 1
+    found, expected, other = (empty_cache(kv_format, 2, 64) for _ in range(3))
+    arguments = angles.cos(), angles.sin()
+    query = rotate_and_write(fused, *arguments, found, None, norms, scale)
+    same = compose(fused, *arguments, expected, None, norms, scale)
+    torch.testing.assert_close(query, same, atol=2**-5, rtol=2**-7)
+    assert not found.pages.any()
+    both = replace(norms, key=norms.query)
+    beside = rotate_and_write(fused[:, :], *arguments, other, SLOTS, both, scale)
+    assert torch.equal(beside, query[:, :4])
+
+
+def test_keys_without_rotation_are_transformed_too() -> None:
+    fused = torch.randn(len(SLOTS), 6, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    found, expected = (empty_cache(KVFormat.INT4, 2, 64) for _ in range(2))
+    none = torch.empty(len(SLOTS), 0)
+    query = rotate_and_write(fused, none, none, found, SLOTS)
+    assert torch.equal(query, compose(fused, none, none, expected, SLOTS))
+    assert torch.equal(found.pages, expected.pages)
+    assert not torch.equal(query, fused[:, :2])
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT8, KVFormat.INT4])

@@ -56,15 +56,23 @@ class Rule:
 
 def delta_parts(num_tokens: int, shape: Shape) -> Parts:
     random = torch.Generator().manual_seed(num_tokens)
-    share = torch.randn(2, num_tokens, shape.heads, generator=random)
-    return *shape.keys_and_values(num_tokens), -share[0].abs(), share[1].sigmoid()
+    # Steps and shares as parts of wider rows, as a layer has them.
+    mixed = torch.randn(num_tokens, 16 + 2 * shape.heads, generator=random)
+    step, share = mixed[:, 16:].split(shape.heads, dim=-1)
+    return *shape.keys_and_values(num_tokens), step, share, *rates_and_bias(shape)
 
 
 def scan_parts(num_tokens: int, shape: Shape) -> Parts:
     random = torch.Generator().manual_seed(num_tokens)
     query, key, value = shape.keys_and_values(num_tokens)
-    size = torch.rand(num_tokens, shape.heads, generator=random) + 0.1
-    return value, key, query, size, torch.rand(shape.heads, generator=random) + 0.2
+    step = torch.randn(num_tokens, shape.heads, generator=random)
+    return value, key, query, step, *rates_and_bias(shape)
+
+
+def rates_and_bias(shape: Shape) -> Parts:
+    random = torch.Generator().manual_seed(shape.heads)
+    rates, bias = torch.rand(2, shape.heads, generator=random)
+    return rates + 0.2, bias * 4 - 3
 
 
 DELTA = Rule(gated_delta, gated_delta_by_torch, delta_parts, by_row=5)
@@ -123,14 +131,41 @@ def test_many_rows_pass_in_chunks(
 
 
 @RULES
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_states_kept_in_16_bits_are_read_exactly_and_rounded_behind_the_rows(
+    rule: Rule, kept: torch.dtype
+) -> None:
+    shape, step = Shape(1, 2, 24, 48), ([1, 3, CHUNK], [7, 3, CHUNK + 9], [3, 0, 5])
+    spans, parts = spans_of(*step), rule.parts_of(sum(step[0]), shape)
+    state = shape.states(7).to(kept)
+    exact, untouched = state.float(), state.clone()
+    expected = rule.by_torch(*parts, exact, spans)
+    torch.testing.assert_close(rule.run(*parts, state, spans), expected, rtol=1e-4, atol=1e-4)
+    step_of = torch.finfo(kept).eps
+    torch.testing.assert_close(state.float(), exact.to(kept).float(), rtol=step_of, atol=1e-4)
+    assert torch.equal(state[[1, 2, 4, 6]], untouched[[1, 2, 4, 6]])
+
+
+@RULES
+def test_what_exceeds_float16_becomes_its_largest_number(rule: Rule) -> None:
+    shape, spans = Shape(1, 1, 16, 16), spans_of([1, 20], [5, 30], [0, 2])
+    parts = rule.parts_of(21, shape)
+    value = 2 if rule is DELTA else 0  # their place among the arguments
+    parts = *parts[:value], parts[value] * 1e6, *parts[value + 1 :]
+    state = shape.states(3).half()
+    rule.run(*parts, state, spans)
+    assert state.isfinite().all()
+    assert (state[[0, 2]].abs() == 65504).any()
+
+
+@RULES
 def test_padding_changes_no_bit(rule: Rule) -> None:
     """As a graph of larger steps runs them: rows behind the last sequence's, sequences without."""
     shape = Shape(1, 2, 16, 16)
     step = [1, CHUNK + 1, 20, 3], [9, CHUNK + 1, 50, 7], [3, 0, 5, 1]
     rows = sum(step[0])
-    *of_rows, last = rule.parts_of(rows, shape)
-    of_rows += [last] if rule.by_row == 5 else []
-    rest = [] if rule.by_row == 5 else [last]
+    parts = rule.parts_of(rows, shape)
+    of_rows, rest = parts[: rule.by_row], parts[rule.by_row :]
     filled = [torch.cat((part, part[:12])) for part in of_rows]
     state, padded = shape.states(7), shape.states(7)
     expected = rule.run(*of_rows, *rest, state, spans_of(*step))
@@ -175,14 +210,29 @@ def test_chunks_wherever_they_end_give_what_rows_give(rule: Rule) -> None:
 def test_keys_that_repeat_and_decays_of_any_size_stay_exact(decay: float) -> None:
     shape = Shape(1, 1, 16, 16)
     rows = CHUNK + 20
-    query, key, value, log_decay, share = delta_parts(rows, shape)
+    query, key, value, step, share, *_ = delta_parts(rows, shape)
     key = key[:1].expand(rows, -1, -1).contiguous()
-    share = torch.full_like(share, 0.95)
-    log_decay = torch.where(torch.arange(rows)[:, None] % 7 == 3, decay, log_decay * 1e-3)
+    share = torch.full_like(share, 0.95).logit()
+    sizes = torch.where(torch.arange(rows)[:, None] % 7 == 3, -decay, step.abs() * 1e-3)
+    step = sizes.double().expm1().log().clamp(-100, 100).float()  # softplus gives the size
     state, spans = shape.states(3), spans_of([rows], [200], [1])
     left = state.double()
-    parts = query, key, value, log_decay, share
+    parts = query, key, value, step, share, torch.ones(1), torch.zeros(1)
     expected = DELTA.by_torch(*(part.double() for part in parts), left, spans)
     found = gated_delta(*parts, state, spans)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state.double(), left, rtol=1e-4, atol=1e-4)
+
+
+@RULES
+def test_sizes_of_steps_are_exact_where_they_are_small(rule: Rule) -> None:
+    """A state of ones decays, and nothing is added: what is left tells the size."""
+    shape, steps = Shape(1, 1, 16, 16), torch.linspace(-14, 30, 45)
+    for step in steps.tolist():
+        rate = 1 / torch.nn.functional.softplus(torch.tensor(step).double()).float()
+        *of_row, _ = (part[:1] * 0 for part in delta_parts(1, shape)[:4])
+        raw = torch.full((1, 1), step)
+        more = (raw * 0,) if rule is DELTA else ()
+        state = torch.ones(2, 1, 16, 16)
+        rule.run(*of_row, raw, *more, rate.view(1), torch.zeros(1), state, spans_of([1], [9], [1]))
+        torch.testing.assert_close(state[1], torch.full((1, 16, 16), 0.36787944), rtol=2e-5, atol=0)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels.attention_spans import begin_of, span_table
+from support.kernels.attention_spans import begin_of, span_factor, span_table
 
+from appliance.kernels.attention import work as attention_work
 from appliance.kernels.attention.launch import decode_spans, plan_attention
 from appliance.kernels.attention.work import span_of
 from appliance.kernels.cache.kv_format import KVFormat
@@ -99,9 +100,12 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[int]]]:
 
 
 @settings(max_examples=12, derandomize=True)
-@given(sequences(), st.integers(2, 4), st.booleans())
+@given(sequences(), st.integers(2, 4), st.booleans(), st.sampled_from([4096, 60]))
 def test_each_span_of_a_sequence_is_in_one_pass_and_passes_are_few(
-    drawn: tuple[list[int], list[int], list[list[int]]], members: int, is_sealed: bool
+    drawn: tuple[list[int], list[int], list[list[int]]],
+    members: int,
+    is_sealed: bool,
+    most_partials: int,
 ) -> None:
     contexts, rows, tables = drawn
     sealed = [context // PAGE * PAGE for context in contexts]
@@ -110,7 +114,7 @@ def test_each_span_of_a_sequence_is_in_one_pass_and_passes_are_few(
         query_start=torch.tensor(starts, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=torch.tensor(tables, dtype=torch.int32),
-        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        slot_mapping=torch.zeros(sum(rows), dtype=torch.int64),
         num_decodes=len(contexts),
         host_query_lens=tuple(rows),
         host_context_lens=tuple(contexts),
@@ -119,7 +123,10 @@ def test_each_span_of_a_sequence_is_in_one_pass_and_passes_are_few(
     if is_sealed:
         lens = torch.tensor(sealed, dtype=torch.int32)
         batch = replace(batch, sealed=SealedSpans(lens, torch.zeros(1, 1), (), ()))
-    spans = decode_spans(plan_attention(batch, PAGE), None, members)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_work, "MOST_PARTIALS", most_partials)
+        spans = decode_spans(plan_attention(batch, PAGE), None, members)
+    factor = span_factor(contexts, rows, None, spans.most)
     table = spans.table[: spans.count].tolist()
     assert len(table) <= len(spans.table)
 
@@ -127,10 +134,11 @@ def test_each_span_of_a_sequence_is_in_one_pass_and_passes_are_few(
     for sequence, begin, end, span, count in table:
         assert count <= members
         sharing = range(sequence, sequence + count)
-        common = {tuple(tables[i][: begin_of(span + 1) // PAGE]) for i in sharing}
-        assert count == 1 or (len(common) == 1 and end == begin_of(span + 1))
+        whole = factor * begin_of(span + 1)
+        common = {tuple(tables[i][: whole // PAGE]) for i in sharing}
+        assert count == 1 or (len(common) == 1 and end == whole)
         served += [(i, begin, end, span) for i in sharing]
-    expected = [tuple(row[:4]) for row in span_table(contexts, rows).tolist()]
+    expected = [tuple(row[:4]) for row in span_table(contexts, rows, None, spans.most).tolist()]
     assert sorted(served) == expected
 
     # Who sees a span whole that the one before sees whole, in the same blocks, is served with it.
@@ -142,5 +150,5 @@ def test_each_span_of_a_sequence_is_in_one_pass_and_passes_are_few(
         pairs = zip(tables[i - 1][: seen // PAGE], tables[i], strict=False)
         alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if i % min(members, len(contexts)):
-            shared += span_of(alike * PAGE)
+            shared += span_of(alike * PAGE // factor)
     assert len(table) == len(expected) - shared

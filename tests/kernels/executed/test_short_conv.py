@@ -63,6 +63,35 @@ def test_outputs_and_kept_inputs_are_those_of_torch(
     assert torch.equal(state[others], untouched[others]), "slots of others stay as they are"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_sums_are_activated_and_gated_as_by_torch(gated: bool, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    before, after, x = torch.randn(22, 3 * 48, generator=random).to(dtype).chunk(3, dim=-1)
+    filters = torch.randn(48, 3, generator=random)
+    state = states(7, 2, 48)
+    expected_state, spans = state.clone(), spans_of([1, 2, 19], [9, 20, 19], [3, 0, 5])
+    more = {"gates": (before, after)} if gated else {"activates": True}
+    expected = by_torch(x, filters, None, expected_state, spans, **more)
+    found = short_conv(x, filters, None, state, spans, **more)
+    rounding = 2**-7 if gated and dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-5)
+    assert torch.equal(state[[3, 0, 5]], expected_state[[3, 0, 5]])
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_inputs_kept_in_16_bits_are_rounded_once(kept: torch.dtype) -> None:
+    x, filters, bias = parts(22, 144, 4, torch.float32)
+    x[21, :3] = torch.tensor([1e5, -1e6, 3e-6])  # beyond float16, and below its normal numbers
+    state = states(7, 3, 144).to(kept)
+    expected_state, spans = state.clone(), spans_of([1, 2, 19], [9, 20, 19], [3, 0, 5])
+    expected = by_torch(x, filters, bias, expected_state, spans)
+    found = short_conv(x, filters, bias, state, spans)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(state, expected_state)
+    assert state.isfinite().all()
+
+
 def test_padding_changes_no_bit() -> None:
     width, taps = 32, 4
     step = [1, 20, 3], [9, 20, 7], [3, 0, 5]

@@ -36,6 +36,8 @@ def numbers_of(kind: str, words: Bits) -> Floats:
         return from_bf16(words.view(np.uint16)).astype(np.float64)
     if kind == "e4m3":
         return from_e4m3(words.view(np.uint8)).astype(np.float64)
+    if kind == "s8":
+        return words.view(np.int8).astype(np.float64)
     if kind == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     raise NotImplementedError(f"products of {kind}")
@@ -55,16 +57,16 @@ def columns_of_b(kind: str, registers: list[Bits]) -> Floats:
     return elements.take(order, axis=1).reshape(-1, 4 * each * len(registers), 8)
 
 
-def sums_of(registers: list[Bits]) -> Floats:
-    """Fragments of float32 sums to matrices (warps, 16, columns)."""
-    sums = _words(registers).view(np.float32).take(_order_in_sums(len(registers)), axis=1)
+def sums_of(registers: list[Bits], kind: type = np.float32) -> Floats:
+    """Fragments of float32 or int32 sums to matrices (warps, 16, columns)."""
+    sums: Values = _words(registers).view(kind).take(_order_in_sums(len(registers)), axis=1)
     return sums.astype(np.float64).reshape(-1, 16, 2 * len(registers))
 
 
-def fragments_of_sums(matrix: Floats) -> list[Bits]:
+def fragments_of_sums(matrix: NDArray[Any], kind: type = np.float32) -> list[Bits]:
     """The inverse of `sums_of`."""
     count = matrix.shape[2] // 2
-    sums = np.ascontiguousarray(matrix, np.float32).reshape(-1, LANES * count).view(np.uint32)
+    sums = np.ascontiguousarray(matrix.astype(kind)).reshape(-1, LANES * count).view(np.uint32)
     words = sums.take(_places_of_sums(count), axis=1).reshape(-1, count, LANES)
     return [words[:, i].reshape(-1) for i in range(count)]
 
@@ -116,6 +118,17 @@ def multiply(kinds: tuple[str, str], a: list[Bits], b: list[Bits], c: list[Bits]
     """`mma.sync`: a @ b + c for every warp."""
     product = rows_of_a(kinds[0], a) @ columns_of_b(kinds[1], b)
     return fragments_of_sums(product + sums_of(c))
+
+
+def multiply_integers(
+    kinds: tuple[str, str], a: list[Bits], b: list[Bits], c: list[Bits], *, saturates: bool
+) -> list[Bits]:
+    """`mma.sync` of integers: exact sums, of which int32 keeps the low bits or the nearest."""
+    product = rows_of_a(kinds[0], a) @ columns_of_b(kinds[1], b)
+    sums = (product + sums_of(c, np.int32)).astype(np.int64)
+    if saturates:
+        sums = sums.clip(-(1 << 31), (1 << 31) - 1)
+    return fragments_of_sums(sums, np.int32)
 
 
 def load_matrices(rows: NDArray[np.uint8], count: int, *, transposed: bool) -> list[Bits]:

@@ -16,6 +16,7 @@ from ptx_machine.tensor_cores import (
     fragments_of_sums,
     load_matrices,
     multiply,
+    multiply_integers,
     rows_of_a,
     sizes_of,
     store_matrices,
@@ -39,8 +40,11 @@ def _whole(mask: Mask, threads: int) -> Mask:
 
 def _mma(instruction: Instruction) -> Step:
     *_, result, kind_a, kind_b, added = instruction.parts
-    if (result, added) != ("f32", "f32"):
+    kinds = kind_a, kind_b
+    is_whole = (result, *kinds, added) == ("s32", "s8", "s8", "s32")
+    if (result, added) != ("f32", "f32") and not is_whole:
         raise NotImplementedError(instruction.opcode)
+    saturates = "satfinite" in instruction.parts
 
     def product(machine: Machine, mask: Mask) -> None:
         _whole(mask, 32)
@@ -48,7 +52,10 @@ def _mma(instruction: Instruction) -> Step:
         assert isinstance(target, Vector)
         a, b, c = (machine.words(source) for source in sources)
         with np.errstate(all="ignore"):
-            sums = multiply((kind_a, kind_b), a, b, c)
+            if is_whole:
+                sums = multiply_integers(kinds, a, b, c, saturates=saturates)
+            else:
+                sums = multiply(kinds, a, b, c)
         for register, values in zip(target.items, sums, strict=True):
             machine.write(register, values, mask)
 

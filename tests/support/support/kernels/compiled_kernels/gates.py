@@ -18,6 +18,7 @@ from appliance.kernels.gpu.residency import LARGEST, Footprint
 REGISTER_LIMIT = 255
 MOST_RESCALING = 68  # products for the 64 sums of a lane, and a row's maximum and sum
 WIDENING = "packed|grouped"  # matmuls that widen weights in registers
+INT8 = "int8"  # the matmul that widens them to int8
 
 Gate = Callable[[Table], Collection[object]]  # finds the violations
 
@@ -81,12 +82,13 @@ def masking_full_tiles(table: Table) -> Collection[object]:
 def without_wide_loads(table: Table) -> Collection[object]:
     """Kernels without two 16-byte loads, which keep memory busy; `others` need none."""
     # Exempt: int4, whose pages are smaller than what threads could load; kernels whose threads
-    # expand few rows of adapters or scale a query, with one such load in all; kernels that gather
-    # the rows of tiles, or choose experts by hundreds of numbers.
+    # expand few rows of adapters, activate without a gate or gate heads, or rotate inputs, with one
+    # such load in all; two words of a lane, of 2 and 3 bits of a trellis; kernels that gather the
+    # rows of tiles, or choose experts by hundreds of numbers.
     others = re.compile(
         r"spans|kv_seal|token mask|attention prefill .* kv int4|grouped_matmul \w+ (count|sort)$"
-        r"|adapters \w+ expand .* rows 8$|latent_attention scale|packed_matmul rows"
-        r"|expert_routing \w+ rows"
+        r"|adapters \w+ expand .* rows 8$|packed_matmul rows|packed_matmul dequantize trellis[23]"
+        r"|expert_routing \w+ rows|activation \w+ bf16$|gates of heads|rotation"
     )
     return [
         key for key, found in table.items() if found["wide_loads"] < 2 and not others.match(key[0])
@@ -126,6 +128,9 @@ def multiplying_otherwise(table: Table) -> Collection[object]:
         for key, found in matmuls(table, "fp8").items()
         if found["matrix_kinds"] != ["QGMMA" if key[1] == 90 else "QMMA"]
     ]
+    wrong += [
+        key for key, found in matmuls(table, INT8).items() if found["matrix_kinds"] != ["IMMA"]
+    ]
     for key, found in matmuls(table, WIDENING).items():
         # With few rows only two warps remain, too few for a warpgroup's instructions.
         warpgroup = key[1] == 90 and not key[0].endswith(("rows 8", "rows 16"))
@@ -141,7 +146,9 @@ DETOURS = {"I2F", "I2FP", "F2F", "SHFL", "STS", "STSM", "STL", "LDL", "MUFU"}
 def taking_detours(table: Table) -> Collection[object]:
     """Matmuls of packed weights that do more in their loop than load, widen and multiply."""
     return [
-        key for key, found in matmuls(table, WIDENING).items() if DETOURS & found["loop"].keys()
+        key
+        for key, found in matmuls(table, f"{WIDENING}|{INT8}").items()
+        if DETOURS & found["loop"].keys()
     ]
 
 
@@ -166,6 +173,18 @@ MOST_INSTRUCTIONS = {
     ("fp4", "g32", 16): 3.75,
     ("fp4", "g16", 8): 3.75,
     ("fp4", "g16", 16): 3.95,
+    ("trellis2", "per channel", 8): 11.1,
+    ("trellis2", "per channel", 16): 11.3,
+    ("trellis2", "per channel", 32): 11.9,
+    ("trellis3", "per channel", 8): 7.2,
+    ("trellis3", "per channel", 16): 7.5,
+    ("trellis3", "per channel", 32): 8.1,
+    ("trellis4", "per channel", 8): 8.7,
+    ("trellis4", "per channel", 16): 9.1,
+    ("trellis4", "per channel", 32): 9.3,
+    ("trellis5", "per channel", 8): 10.0,
+    ("trellis5", "per channel", 16): 10.4,
+    ("trellis5", "per channel", 32): 10.8,
 }
 
 
@@ -181,6 +200,33 @@ def widening_slowly(table: Table) -> Collection[object]:
         limit = MOST_INSTRUCTIONS.get((codes, params, rows), by_group)
         each = sum(found["loop"].values()) / found["loop_elements"]
         if limit is not None and each > limit:
+            slow.append(key)
+    return slow
+
+
+# Instructions of int8 matmuls per weight and lane, of a tile of 64 rows.
+MOST_OF_INT8 = {
+    ("g128", "fp32"): 5.2,
+    ("g128", "fp16_zero"): 6.2,
+    ("g128", "fp16_offset"): 5.9,
+    ("g64", "fp32"): 7.2,
+    ("g64", "fp16_zero"): 9.4,
+    ("g64", "fp32_offset"): 9.2,
+    ("g32", "fp32"): 11.8,
+    ("g32", "fp16_zero"): 15.7,
+    ("g32", "fp16_offset"): 15.7,
+    ("g32", "q4_k"): 16.3,
+}
+
+
+def multiplying_int8_slowly(table: Table) -> Collection[object]:
+    """Int8 matmuls with more instructions per weight than the limit, which all of them have."""
+    slow = []
+    for key, found in matmuls(table, INT8).items():
+        match = re.search(r"int4 (g\d+) (\w+)", key[0])
+        assert match, key
+        each = sum(found["loop"].values()) / found["loop_elements"]
+        if each > MOST_OF_INT8[match[1], match[2]]:
             slow.append(key)
     return slow
 
@@ -297,7 +343,8 @@ def costly_latents(table: Table) -> Collection[object]:
 
 # Known faults of older compilers' code, which nobody has fixed: a few registers of a float32 tile
 # are spilled, and widening codes takes more instructions; scales of groups of 16, and with many
-# rows third and fifth bits, reach their weights through shared memory.
+# rows third and fifth bits, reach their weights through shared memory, and so do all symbols of a
+# trellis.
 _NVFP4 = "packed_matmul llama_8b gate_up fp4 g16 halves bf16 rows"
 _Q4_K = tuple(
     (f"packed_matmul llama_8b {name} rows 512", 90)
@@ -307,13 +354,24 @@ _UPPER_BITS = tuple(
     f"packed_matmul llama_8b down {codes} bf16 rows 512"
     for codes in ("int5 g32 q4_k", "int3 g16 q3_k", "int5 g32 q5_0", "int5 g32 q5_1")
 )
+_TRELLIS = {
+    (f"packed_matmul llama_8b down trellis{bits} per channel none bf16 rows {rows}", cc): rows
+    for bits in (2, 3, 4, 5)
+    for cc in (86, 90, 120)
+    for rows in ((8, 16, 32, 64, 128) if cc == 90 else (8, 16, 32, 128))
+}
 KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
     ("3.6.0", pausing_products): tuple(
         (name, cc) for name in (f"{_NVFP4} 128", *_UPPER_BITS) for cc in (86, 120)
     ),
     # The first only checks other kernels; the others spill a register.
-    ("3.6.0", spilling): (("attention decode gemma3_270m fp32 kv fp32", 86), *_Q4_K),
+    ("3.6.0", spilling): (
+        ("attention decode gemma3_270m fp32 kv fp32", 86),
+        *_Q4_K,
+        *(key for key, rows in _TRELLIS.items() if (rows, key[1]) == (128, 90)),
+    ),
     ("3.6.0", taking_detours): (
+        *_TRELLIS,
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16, 32, 128) for cc in (86, 90, 120)),
         (f"{_NVFP4} 64", 90),
         *(("packed_matmul llama_8b down int5 g32 q4_k bf16 rows 32", cc) for cc in (86, 90, 120)),
@@ -321,8 +379,12 @@ KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
         *_Q4_K,
     ),
     ("3.6.0", widening_slowly): (
-        ("grouped_matmul qwen3_30b_a3b gate_up int4 g128 fp16_offset bf16 rows 32", 120),
+        *(
+            (f"grouped_matmul qwen3_30b_a3b gate_up int4 g128 {params} bf16 rows 32", 120)
+            for params in ("fp16_zero", "fp16_offset")
+        ),
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16) for cc in (86, 90, 120)),
+        *(key for key, rows in _TRELLIS.items() if rows <= 32),
     ),
 }
 
@@ -342,6 +404,7 @@ GATES: tuple[Gate, ...] = (
     multiplying_otherwise,
     taking_detours,
     widening_slowly,
+    multiplying_int8_slowly,
     pausing_products,
     multiplying_for_zero_points,
     costly_elements,

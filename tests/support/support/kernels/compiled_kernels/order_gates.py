@@ -70,6 +70,7 @@ _SPILLED = (
     "down int5 g32 q4_k bf16 early rows 16",
     "gate_up fp4 g16 halves bf16 early rows 128",
     "gate_up int4 g128 fp32 bf16 early rows 16",
+    "gate_up int4 g32 fp16_offset bf16 gated by gelu_tanh early rows 256",
     "gate_up int4 per channel none bf16 early rows 128",
 )
 KNOWN: dict[tuple[str, OrderGate], tuple[Case, ...]] = {

@@ -16,6 +16,7 @@ from support.kernels.compiled_kernels.signatures.packed_matmul import (
     ggml_case,
 )
 
+from appliance.kernels.activation import Activation, gate_constexprs
 from appliance.kernels.grouped_matmul.launch import ADD_BLOCK, INPUT_BLOCK
 from appliance.kernels.grouped_matmul.sorted_pairs import parts_at_once
 from appliance.kernels.grouped_matmul.variant import (
@@ -91,12 +92,13 @@ def _signature(
     pointers = {"out_ptr": "*bf16", "x_ptr": "*bf16", "pairs_ptr": "*i32", "experts_ptr": "*i32"}
     sizes = ("out_features", "in_features", "x_stride", "tiles_n", "blocks_k")
     optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "sums_ptr", "sums_stride"}
+    gating = gate_constexprs(None if form.startswith("fp8") else Activation.SILU)
     return KernelSignature(
         name=f"grouped_matmul {MODEL} gate_up {form} bf16 rows {tile.block_m}",
         module=MODULE,
         function="grouped_matmul_kernel",
         types={**pointers, **types, **dict.fromkeys(sizes, "i32")},
-        constexprs={**fixed, "SHARE": TOP_K, **dict.fromkeys(optional - types.keys())},
+        constexprs={**fixed, **gating, "SHARE": TOP_K, **dict.fromkeys(optional - types.keys())},
         multiples_of_16=frozenset(
             {"out_features", "in_features", "x_stride"} | types.keys() & {"sums_stride"}
         ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from support.kernels.compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.kernels.kv_write.launch import constexprs, num_warps
 
 
@@ -20,22 +21,26 @@ class KVWriteShape:
     head_dim: int
     num_heads: int
     rotary_dim: int
-    has_norm: bool = False
+    norm: HeadNormKind | None = None
+    norms_values: bool = False
+    scales_queries: bool = False
 
 
 MODULE, FUNCTION = "appliance.kernels.kv_write.kernel", "kv_write_kernel"
 STRIDES = frozenset({"query_stride", "key_stride", "value_stride"})
 OPTIONAL = {
     "output_ptr", "query_ptr", "cos_ptr", "sin_ptr", "halves_ptr", "head_scales_ptr",
-    "query_norm_ptr", "key_norm_ptr", "key_mean_ptr",
+    "query_norm_ptr", "key_norm_ptr", "query_scale_ptr", "key_mean_ptr", "value_eps",
 }  # fmt: skip
 LATENT = 512, 64  # elements of a latent, and of the rotary part beside it
 SHAPES = (
     KVWriteShape("llama_8b", 8, 128, 32, 128),
     KVWriteShape("smollm2_135m", 3, 64, 9, 64),
-    KVWriteShape("gemma3_270m", 1, 256, 4, 256, has_norm=True),
+    KVWriteShape("gemma3_270m", 1, 256, 4, 256, HeadNormKind.EACH),
     KVWriteShape("phi2", 32, 80, 32, 32),
-    KVWriteShape("gemma4_26b", 2, 512, 16, 128, has_norm=True),
+    KVWriteShape("gemma4_26b", 2, 512, 16, 128, HeadNormKind.EACH, norms_values=True),
+    KVWriteShape("llama4_scout", 8, 128, 40, 128, HeadNormKind.ROTATED, scales_queries=True),
+    KVWriteShape("minimax_m2", 8, 128, 48, 64, HeadNormKind.ALL),
 )
 
 
@@ -76,7 +81,7 @@ def write_signature(
         shape.num_kv_heads,
         shape.head_dim,
         half=shape.rotary_dim // 2,
-        has_norm=shape.has_norm,
+        norm=shape.norm,
         has_mean=has_mean,
         has_query=True,
     )
@@ -98,8 +103,12 @@ def write_signature(
         types["halves_ptr"] = "*fp16"
     if kv_format is KVFormat.FP8:
         types["head_scales_ptr"] = "*fp32"
-    if shape.has_norm:
+    if shape.norm is not None:
         types |= {"query_norm_ptr": "*fp32", "key_norm_ptr": "*fp32"}
+    if shape.norms_values:
+        types["value_eps"] = "fp32"
+    if shape.scales_queries:
+        types["query_scale_ptr"] = "*fp32"
     if has_mean:
         types["key_mean_ptr"] = "*fp32"
     return KernelSignature(

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 import torch
 from support.kernels.compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
-from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase, padded
+from appliance.kernels.attention.variant import COMPUTE_NAMES, Phase
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.latent_attention.variant import (
     CODES_AHEAD,
-    MERGE_WARPS,
-    SCALE_WARPS,
     LatentVariant,
 )
 
 MODULE = "appliance.kernels.latent_attention.kernel"
+STEP_MODULE = "appliance.kernels.latent_attention.step_kernel"
 # Heads, elements of a latent, and of the rotary part beside it.
 SHAPES = {
     "deepseek_v2_lite": (16, 512, 64),
@@ -43,9 +42,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
             yield latent_signature(CORE, phase, torch.float16, KVFormat.FP16, capability)
             yield latent_signature(WIDEST, phase, torch.float32, KVFormat.FP32, capability)
     yield latent_signature("deepseek_v3", Phase.DECODE, torch.bfloat16, KVFormat.BF16, capability)
-    if full:
-        yield scale_signature()
-        yield merge_signature()
+    yield from step_signatures(KVFormat.BF16)
+    yield from step_signatures(KVFormat.INT8) if full else ()
+    yield values_signature()
 
 
 def latent_signature(
@@ -62,7 +61,7 @@ def latent_signature(
     types |= {"num_heads": "i32", "score_scale": "fp32"}
     if phase is Phase.DECODE:
         types |= PARTIAL | {"spans_ptr": "*i32", "num_spans_ptr": "*i32"}
-        types |= dict.fromkeys(("max_rows", "most_spans", "num_tiles"), "i32")
+        types |= dict.fromkeys(("num_rows", "num_tiles"), "i32")
     else:
         types |= {"output_ptr": activation, "tiles_ptr": "*i32"}
     return KernelSignature(
@@ -80,32 +79,74 @@ def latent_signature(
     )
 
 
-def scale_signature() -> KernelSignature:
-    """How the kernel that converts queries to float16 is compiled."""
-    width = sum(SHAPES[CORE][1:])
-    return KernelSignature(
-        name=f"latent_attention scale {CORE} bf16",
-        module=MODULE,
-        function="scale_queries_kernel",
-        types={"scaled_ptr": "*fp16", "undo_ptr": "*fp32", "query_ptr": "*bf16"},
-        constexprs={"WIDTH": width, "WIDTH_PADDED": padded(width)},
-        multiples_of_16=frozenset(),
-        num_warps=SCALE_WARPS,
-        num_stages=3,
+# Elements of a head's key that do not rotate, of its value, and of the latent of queries.
+PLAIN, VALUE, RANK = 128, 128, 1536
+
+
+def step_signatures(kv_format: KVFormat) -> Iterator[KernelSignature]:
+    """How the kernels around attention are compiled for DeepSeek V3, for one row and for many."""
+    variant = LatentVariant(kv_format, torch.bfloat16, *SHAPES["deepseek_v3"])
+    is_codes = kv_format.is_quantized
+    angles = {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    yield _signature(
+        f"write kv {kv_format.value}",
+        "write_latents_kernel",
+        {"queries_ptr": "*bf16", "pages_ptr": "*u8" if is_codes else "*bf16"}
+        | ({"halves_ptr": "*fp16"} if is_codes else {})
+        | {"found_ptr": "*bf16", "norm_ptr": "*fp32", "query_norm_ptr": "*fp32"}
+        | angles
+        | {"slot_mapping_ptr": "*i64", "rank": "i32", "stride": "i32"}
+        | {"eps": "fp32", "query_eps": "fp32"},
+        variant.write_constexprs(RANK) | ({} if is_codes else {"halves_ptr": None}),
+        frozenset({"stride"}),
+    )
+    for rows in (1, 512):
+        yield _signature(
+            f"map kv {kv_format.value} rows {rows}",
+            "map_queries_kernel",
+            {"mapped_ptr": "*fp16" if is_codes else "*bf16"}
+            | ({"undo_ptr": "*fp32"} if is_codes else {})
+            | {"query_ptr": "*bf16", "keys_ptr": "*bf16"}
+            | angles
+            | {"num_tokens": "i32", "num_heads": "i32", "query_stride": "i32"},
+            variant.map_constexprs(PLAIN, rows)
+            | {"scale_ptr": None}
+            | ({} if is_codes else {"undo_ptr": None}),
+            frozenset({"query_stride"}),
+        )
+
+
+def values_signature() -> KernelSignature:
+    """How the kernel is compiled that merges partial results and maps them to values."""
+    numbers = ("num_seqs", "max_rows", "num_heads", "num_rows")
+    variant = LatentVariant(KVFormat.BF16, torch.bfloat16, *SHAPES["deepseek_v3"])
+    pointers = {"output_ptr": "*bf16", "values_ptr": "*bf16"} | PARTIAL
+    pointers |= {"ends_ptr": "*i32", "query_start_ptr": "*i32"}
+    return _signature(
+        "values",
+        "latent_values_kernel",
+        pointers | dict.fromkeys(numbers, "i32"),
+        variant.value_constexprs(VALUE),
+        frozenset(),
     )
 
 
-def merge_signature() -> KernelSignature:
-    """How the kernel that merges partial results is compiled."""
-    numbers = ("num_heads", "max_rows", "most_spans", "tokens")
-    variant = LatentVariant(KVFormat.BF16, torch.bfloat16, *SHAPES[CORE])
+def _signature(
+    name: str,
+    function: str,
+    types: dict[str, str],
+    fixed: dict[str, object],
+    multiples_of_16: frozenset[str],
+) -> KernelSignature:
+    num_warps = fixed.pop("num_warps")
+    assert isinstance(num_warps, int)
     return KernelSignature(
-        name=f"latent_attention merge {CORE} bf16",
-        module=MODULE,
-        function="latent_merge_kernel",
-        types={"output_ptr": "*bf16"} | PARTIAL | GEOMETRY | dict.fromkeys(numbers, "i32"),
-        constexprs=variant.merge_constexprs,
-        multiples_of_16=frozenset(),
-        num_warps=MERGE_WARPS,
+        name=f"latent_attention {name} deepseek_v3 bf16",
+        module=STEP_MODULE,
+        function=function,
+        types=types,
+        constexprs=fixed,
+        multiples_of_16=multiples_of_16,
+        num_warps=num_warps,
         num_stages=3,
     )

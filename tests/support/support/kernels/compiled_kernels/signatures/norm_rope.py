@@ -26,35 +26,51 @@ SHAPES = (
 )
 
 
+POINTERS = {
+    "normed_ptr": "*bf16", "total_ptr": "*bf16", "x_ptr": "*bf16", "beside_ptr": "*bf16",
+    "stream_ptr": "*bf16", "weight_ptr": "*fp32", "bias_ptr": "*fp32", "post_ptr": "*fp32",
+    "x_weight_ptr": "*fp32", "beside_weight_ptr": "*fp32", "scale": "fp32",
+}  # fmt: skip
+NORM, ADD = {"normed_ptr", "x_ptr", "weight_ptr"}, {"total_ptr", "stream_ptr"}
+# Norms after each part (Gemma), a LayerNorm after parallel parts (Phi), all that a layer with
+# experts of Gemma 4 takes.
+FORMS = {
+    "post": NORM | ADD | {"post_ptr"},
+    "parallel": NORM | ADD | {"beside_ptr", "bias_ptr"},
+    "experts": POINTERS.keys() - {"bias_ptr"},
+}
+STRIDES = {"x_stride", "beside_stride", "stream_stride"}
+
+
 def signatures(capability: int) -> Iterator[KernelSignature]:
     """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     for shape in SHAPES if capability == MOST_COMPILED else SHAPES[:2]:
-        for has_residual in (False, True):
-            yield norm_signature(shape, has_residual=has_residual)
+        yield norm_signature(f"rms_norm {shape.name}", shape.dim, NORM)
+        yield norm_signature(f"add_norm {shape.name}", shape.dim, NORM | ADD)
+    if capability == MOST_COMPILED:
+        for name, there in FORMS.items():
+            count = 3 if name == "experts" else 1
+            yield norm_signature(f"add_norm {name} widest", MAX_DIM // 2, there, count)
 
 
-def norm_signature(shape: NormShape, *, has_residual: bool) -> KernelSignature:
-    """How `rms_norm_kernel` is compiled for BF16 activations."""
-    fixed = constexprs(shape.dim, has_residual=has_residual)
-    types = {
-        "normed_ptr": "*bf16",
-        "x_ptr": "*bf16",
-        "weight_ptr": "*fp32",
-        "num_rows": "i32",
-        "x_stride": "i32",
-        "residual_stride": "i32",
-        "eps": "fp32",
-    }
-    residual = {"total_ptr", "residual_ptr"}
-    if has_residual:
-        types |= dict.fromkeys(residual, "*bf16")
+def norm_signature(name: str, dim: int, there: set[str], count: int = 1) -> KernelSignature:
+    """How `norm_kernel` is compiled for BF16 activations.
+
+    Args:
+        there: pointers and numbers that are not None.
+        count: norms of one sum.
+    """
+    fixed = constexprs(dim, count, is_centered="bias_ptr" in there)
+    types = {name: type for name, type in POINTERS.items() if name in there}
+    types |= {"num_rows": "i32", **dict.fromkeys(sorted(STRIDES), "i32")}
+    types |= dict.fromkeys(("eps", "post_eps", "parts_eps"), "fp32")
     return KernelSignature(
-        name=f"{'add_' if has_residual else ''}rms_norm {shape.name} bf16",
+        name=f"{name} bf16",
         module="appliance.kernels.norm_rope.kernel",
-        function="rms_norm_kernel",
+        function="norm_kernel",
         types=types,
-        constexprs={**fixed, **dict.fromkeys(residual - types.keys())},
-        multiples_of_16=frozenset({"x_stride", "residual_stride"}),
+        constexprs={**fixed, **dict.fromkeys(POINTERS.keys() - there)},
+        multiples_of_16=frozenset(STRIDES),
         num_warps=num_warps(fixed),
         num_stages=1,
     )

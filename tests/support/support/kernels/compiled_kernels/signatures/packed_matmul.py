@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from support.kernels.compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
+from appliance.kernels.activation import Activation
 from appliance.kernels.gpu.target import LEAST_DEPENDENT
 from appliance.kernels.packed_matmul.ggml_tiles import GGML_TILES
 from appliance.kernels.packed_matmul.sums import SUMS_BLOCK_K, SUMS_BLOCK_M
@@ -24,9 +25,9 @@ from appliance.kernels.packed_matmul.variant import (
     constexprs_of,
     dequantize_constexprs,
     may_fold,
-    product_group,
     rows_constexprs,
     takes_sums,
+    tiling_group,
 )
 
 MODULE = "appliance.kernels.packed_matmul.kernel"
@@ -61,7 +62,7 @@ class MatmulCase:
     group_size: int
     params_kind: Params
     dtype: str = "bf16"
-    gated: bool = False
+    activation: Activation | None = None  # of gate and up
     bias: bool = False
 
 
@@ -73,6 +74,7 @@ NVFP4 = MatmulCase(Codes.FP4, 16, Params.HALVES)
 INT4_SYMMETRIC = MatmulCase(Codes.INT4, 128, Params.FP32)
 INT4_SHORT = MatmulCase(Codes.INT4, 32, Params.FP16_OFFSET)
 INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
+TRELLIS = tuple(MatmulCase(kind, 0, Params.NONE) for kind in Codes if kind.is_trellis)
 INT8_LONG = MatmulCase(Codes.INT8, 128, Params.FP32)
 # GGML's types: those of most files, and the others.
 MOST_FILES = ("Q4_K", "Q5_K", "Q6_K")
@@ -81,26 +83,30 @@ OTHER_FILES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS")
 LIKE_MOST_COMPILED = (80, 89)
 # For the architecture that compiles all of them.
 OTHERS = (
-    (GATE_UP, MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET, gated=True, bias=True)),
+    (
+        GATE_UP,
+        MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET, activation=Activation.SILU, bias=True),
+    ),
     (DOWN, MatmulCase(Codes.INT4, 64, Params.FP16_OFFSET, dtype="fp16")),
     (DOWN, MatmulCase(Codes.INT4, 64, Params.FP32_OFFSET, bias=True)),
     (QKV, MatmulCase(Codes.INT4, 32, Params.FP32)),
     (QKV, MatmulCase(Codes.INT8, 128, Params.FP16_OFFSET)),
     (SMALL, INT4_SHORT),
+    (GATE_UP, replace(INT4_SHORT, activation=Activation.GELU_TANH)),
 )
 MOST_ROWS = 512  # with more, tiles differ only in their rows, see `choose_tile`
 
 
-def ggml_case(name: str, *, gated: bool = False) -> MatmulCase:
+def ggml_case(name: str, activation: Activation | None = None) -> MatmulCase:
     form = GGML_TILES[name]
-    return MatmulCase(form.kind, form.group_size, form.params_kind, gated=gated)
+    return MatmulCase(form.kind, form.group_size, form.params_kind, activation=activation)
 
 
 # For many rows.
 SHORT_GROUPS = (
     (DOWN, INT4_SHORT),
     (QKV, INT8),
-    (GATE_UP, ggml_case("Q4_K", gated=True)),
+    (GATE_UP, ggml_case("Q4_K", Activation.SILU)),
     *((DOWN, ggml_case(name)) for name in (*MOST_FILES, *OTHER_FILES)),
 )
 
@@ -127,6 +133,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for case in (MXFP4, NVFP4):
         for tile in distinct:
             yield matmul_signature(GATE_UP, case, summing_at_once(tile, capability), capability)
+    for case in TRELLIS:
+        for tile in chosen_tiles(case, capability):
+            yield matmul_signature(DOWN, case, tile, capability)
     for tile in SHORT_GROUP_TILES[:3]:
         yield matmul_signature(DOWN, INT4_SHORT, tile, capability)
         yield matmul_signature(QKV, INT8, tile, capability)
@@ -138,7 +147,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         for shape, case in OTHERS:
             yield matmul_signature(shape, case, table.tiles[0], capability)
         yield sums_signature(32)
-        for case in (INT4_SHORT, INT8, NVFP4):
+        for case in (INT4_SHORT, INT8, NVFP4, *TRELLIS):
             yield dequantize_signature(case)
         for name in OTHER_FILES:
             yield matmul_signature(DOWN, ggml_case(name), SHORT_GROUP_TILES[0], capability)
@@ -152,8 +161,11 @@ def early_signatures(capability: int) -> Iterator[KernelSignature]:
     long = (INT4_ZERO, INT4_OFFSET, INT4_SYMMETRIC, INT8_LONG)
     per_channel = tuple(MatmulCase(kind, 0, Params.NONE) for kind in (Codes.INT4, Codes.INT8))
     weights = [
-        *((GATE_UP, case) for case in (*long, *per_channel, MXFP4, NVFP4)),
-        *((GATE_UP, replace(case, gated=True, bias=True)) for case in (INT4_OFFSET, NVFP4)),
+        *((GATE_UP, case) for case in (*long, *per_channel, MXFP4, NVFP4, *TRELLIS)),
+        *(
+            (GATE_UP, replace(case, activation=Activation.SILU, bias=True))
+            for case in (INT4_OFFSET, NVFP4)
+        ),
         *((DOWN, case) for case in (INT4_SHORT, INT8)),
         *((DOWN, ggml_case(name)) for name in (*MOST_FILES, *OTHER_FILES)),
         *OTHERS,
@@ -167,7 +179,7 @@ def early_signatures(capability: int) -> Iterator[KernelSignature]:
 
 def chosen_tiles(case: MatmulCase, capability: int) -> list[MatmulTile]:
     """Return the tiles that the product chooses for a weight, for all numbers of rows."""
-    group, folds = product_group(case.kind, case.group_size), may_fold(case.kind, case.group_size)
+    group, folds = tiling_group(case.kind, case.group_size), may_fold(case.kind, case.group_size)
     found = [
         choose_tile(rows, capability, group, may_fold=folds) for rows in range(1, MOST_ROWS + 1)
     ]
@@ -182,6 +194,13 @@ def distinct_tiles(tiles: tuple[MatmulTile, ...]) -> list[MatmulTile]:
 def summing_at_once(tile: MatmulTile, capability: int) -> MatmulTile:
     """Return the tile for as many rows where no group has a product of its own."""
     return choose_tile(tile.max_rows, capability, 0)
+
+
+def gate_words(case: MatmulCase) -> str:
+    """Return what the name of a row says of the gate."""
+    if case.activation is None:
+        return ""
+    return " gated" if case.activation is Activation.SILU else f" gated by {case.activation.value}"
 
 
 def matmul_signature(
@@ -201,7 +220,7 @@ def matmul_signature(
         case.group_size,
         block_k,
         tile,
-        gated=case.gated,
+        activation=case.activation,
         early=early,
     )
     types = {
@@ -227,7 +246,7 @@ def matmul_signature(
         types["bias_ptr"] = "*fp32"
     optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "sums_ptr"}
     group = f"g{case.group_size}" if case.group_size else "per channel"
-    more = " gated" * case.gated + " bias" * case.bias + " early" * early
+    more = gate_words(case) + " bias" * case.bias + " early" * early
     return KernelSignature(
         name=f"packed_matmul {shape.name} {case.kind.value} {group} {case.params_kind.value} "
         f"{case.dtype}{more} rows {tile.max_rows}",
@@ -273,7 +292,9 @@ def sums_signature(group_size: int, *, early: bool = False) -> KernelSignature:
 def dequantize_signature(case: MatmulCase) -> KernelSignature:
     """How `dequantize_kernel` is compiled for a dense weight in BF16."""
     types = {"out_ptr": "*bf16", "codes_ptr": "*i32", "params_ptr": "*i32"}
-    if case.params_kind is Params.HALVES:
+    if case.params_kind is Params.NONE:
+        del types["params_ptr"]
+    if case.params_kind in (Params.NONE, Params.HALVES):
         types["channel_scale_ptr"] = "*fp32"
     sizes = ("i_first_tile", "rows", "in_features", "blocks_k")
     fixed = dequantize_constexprs(case.kind, case.params_kind, case.group_size, 128)
@@ -282,7 +303,10 @@ def dequantize_signature(case: MatmulCase) -> KernelSignature:
         module=MODULE,
         function="dequantize_kernel",
         types={**types, **dict.fromkeys(sizes, "i32")},
-        constexprs={**fixed, **dict.fromkeys({"channel_scale_ptr"} - types.keys())},
+        constexprs={
+            **fixed,
+            **dict.fromkeys({"params_ptr", "channel_scale_ptr"} - types.keys()),
+        },
         multiples_of_16=frozenset({"in_features", "rows"}),
         num_warps=4,
         num_stages=1,

@@ -161,8 +161,9 @@ def attention_signature(
 def spans_signature() -> KernelSignature:
     """How the kernel that cuts contexts is compiled, where sequences may share spans."""
     pointers = ("spans", "num_spans", "ends", "shared")
-    numbers = ("num_seqs", "window", "most_members")
-    more = {"COLUMNS": SPAN_COLUMNS, "BLOCK": 64}
+    numbers = ("num_seqs", "window", "most_members", "most_spans")
+    cut = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS}
+    more = {"COLUMNS": SPAN_COLUMNS, "BLOCK": 64, **cut}
     return _cutting_signature("spans", "plan_spans_kernel", pointers, numbers, more)
 
 
@@ -186,7 +187,7 @@ def _cutting_signature(
         module="appliance.kernels.attention.spans_kernel",
         function=function,
         types={f"{pointer}_ptr": "*i32" for pointer in pointers} | dict.fromkeys(numbers, "i32"),
-        constexprs={"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, **constexprs},
+        constexprs=constexprs,
         multiples_of_16=frozenset(),
         num_warps=1,
         num_stages=1,

@@ -1,5 +1,5 @@
-/* Packs the blocks of GGML's types, as GGUF files store them, into tiles of planes; see ap_linear.
- * The layouts of blocks are those of llama.cpp's ggml-common.h. */
+/* Packs codes into tiles of planes, see ap_linear: of the blocks of GGML's types, as GGUF files
+ * store them (their layouts are those of llama.cpp's ggml-common.h), and symbols of a trellis. */
 #include <string.h>
 
 #include "engine.h"
@@ -182,5 +182,49 @@ int32_t ap_linear_pack_ggml(ap_engine *engine, const ap_linear *linear, int32_t 
         return AP_BAD_ARGUMENT;
     packing p = {linear, t, blocks};
     ap_pool_run(engine->pool, pack_tile, &p, num_tiles(linear));
+    return AP_OK;
+}
+
+/* ---- symbols of a trellis ---- */
+
+typedef struct {
+    const ap_linear *w;
+    const uint8_t *symbols;
+    const float *scales;
+} trellis_packing;
+
+static void pack_trellis_tile(void *context, int32_t tile, int32_t worker) {
+    const trellis_packing *p = context;
+    const ap_linear *w = p->w;
+    (void)worker;
+    int32_t bits = format_bits(w->format), first = tile * AP_LANES % TRELLIS_BLOCK;
+    uint8_t *out = (uint8_t *)w->codes + tile * tile_bytes(w);
+    memset(out, 0, (size_t)tile_bytes(w));
+    const uint8_t *block = p->symbols + (int64_t)(tile * AP_LANES / TRELLIS_BLOCK) *
+                                            w->in_features * bits * (TRELLIS_BLOCK / 8);
+    for (int32_t k = 0; k < w->in_features; k += 32, out += bits * 64)
+        for (int32_t j = 0; j < AP_LANES; j++) {
+            uint8_t codes[32];
+            int32_t bit = (first + j) * bits;
+            for (int32_t i = 0; i < 32; i++) {
+                const uint8_t *sequence = block + (int64_t)(k + i) * bits * (TRELLIS_BLOCK / 8);
+                uint32_t two = sequence[bit / 8];
+                if (bit % 8 + bits > 8) two |= (uint32_t)sequence[bit / 8 + 1] << 8;
+                codes[i] = two >> bit % 8 & ((1u << bits) - 1);
+            }
+            put_piece(codes, j, bits, out);
+        }
+    for (int32_t j = 0; j < AP_LANES && tile < num_tiles(w); j++) {
+        int32_t output = tile * AP_LANES + j;
+        ((float *)w->scales)[output] = output < w->out_features ? p->scales[output] : 0.0f;
+    }
+}
+
+int32_t ap_linear_pack_trellis(ap_engine *engine, const ap_linear *linear, const uint8_t *symbols,
+                               const float *scales) {
+    if (!symbols || !scales || !is_trellis(linear) || !linear_supported(linear))
+        return AP_BAD_ARGUMENT;
+    trellis_packing p = {linear, symbols, scales};
+    ap_pool_run(engine->pool, pack_trellis_tile, &p, stored_tiles(linear));
     return AP_OK;
 }

@@ -1,0 +1,1 @@
+"""The gated norm behind a recurrent state."""

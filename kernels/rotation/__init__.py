@@ -1,0 +1,1 @@
+"""Rotation of a linear's inputs, in blocks of 64."""
