@@ -95,6 +95,9 @@ class BitsAndBytesWeights(DenseWeights):
     def packed_bits(self, name: str) -> int | None:
         return 8 if name in self._int8 else None
 
+    def group_size(self, name: str) -> int | None:
+        return self.shape(name)[1] if name in self._int8 else None
+
     def notes(self) -> tuple[str, ...]:
         unpacked = (UNPACKED,) if self._states else ()
         return (*unpacked, FOR_OUTLIERS) if self._int8 else unpacked

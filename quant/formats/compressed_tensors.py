@@ -2,9 +2,10 @@
 
 An integer weight W becomes W_packed (int32 words along the inputs, low code first), W_scale,
 W_shape and, if asymmetric, W_zero_point (words along the outputs). Codes are unsigned and stored
-end to end. "int-quantized" keeps W, with signed codes of a byte each. An FP8 weight stays W;
-W_scale has a column per output or an element per 128x128 weights. Layout and config schema belong
-to the compressed-tensors project.
+end to end. 4-bit floats are W_packed, a byte for two, W_scale and, in NVFP4, W_global_scale, which
+divides the weight. "int-quantized" keeps W, with signed codes of a byte each. An FP8 weight stays
+W; W_scale has a column per output or an element per 128x128 weights. Layout and config schema
+belong to the compressed-tensors project.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.dense import DenseWeights
@@ -30,7 +32,7 @@ from appliance.quant.formats.pack import (
     unpack_zero_points,
     words_to_bytes,
 )
-from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import Fp4Scheme, Fp8Scheme, TrellisScheme, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from appliance.quant.formats.scheme import LinearScheme
 
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
-G_IDX = "_g_idx"
+G_IDX, DIVISOR = "_g_idx", "_global_scale"
 _PARTS = (PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX)
 _WEIGHT = ".weight"
 INPUT_PARTS = (".input_scale", ".input_zero_point", ".input_global_scale", ".input_g_idx")
@@ -52,17 +54,28 @@ SIGN = 0x80
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) -> dict[str, Tensor]:
+def encode(
+    name: str, weight: PackedWeight | Fp8Weight | Fp4Weight, scheme: LinearScheme
+) -> dict[str, Tensor]:
     """Convert a quantized weight into its stored tensors.
 
     Args:
         name: such as model.layers.0.self_attn.q_proj.weight.
-        weight: FP8 with bfloat16 scales; or integers, symmetric (offset of -2 ** (bits - 1) scales)
-            or with integer zero points.
+        weight: FP8 with bfloat16 scales; 4-bit floats; or integers, symmetric (offset of
+            -2 ** (bits - 1) scales) or with integer zero points.
     """
     if isinstance(weight, Fp8Weight):
         scale = weight.scale if weight.is_blockwise else weight.scale.unsqueeze(1)
         return {name: weight.codes, name + SCALE: arrays.cast(scale, "bfloat16")}
+    if isinstance(weight, Fp4Weight):
+        assert isinstance(scheme, Fp4Scheme), scheme
+        found = {name + PACKED: weight.codes, name + SCALE: weight.scale}
+        if scheme.has_powers:
+            found[name + SCALE] = arrays.viewed(weight.scale, "uint8")
+        else:
+            assert bool((weight.row_scale == weight.row_scale[0]).all()), "one factor for all rows"
+            found[name + DIVISOR] = 1 / weight.row_scale[:1]
+        return found
     assert isinstance(scheme, WeightScheme), scheme
     codes = weight.codes
     if scheme.bits == 3:
@@ -89,6 +102,14 @@ def encoded_layout(
         blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
         scales = blocks if scheme.blockwise else (out_features, 1)
         return {name: ("float8_e4m3fn", shape), name + SCALE: ("bfloat16", scales)}
+    if isinstance(scheme, Fp4Scheme):
+        kind = "uint8" if scheme.has_powers else "float8_e4m3fn"
+        found: dict[str, tuple[str, tuple[int, ...]]] = {
+            name + PACKED: ("uint8", (out_features, in_features // 2)),
+            name + SCALE: (kind, (out_features, in_features // scheme.group_size)),
+        }
+        return found if scheme.has_powers else found | {name + DIVISOR: ("float32", (1,))}
+    assert not isinstance(scheme, TrellisScheme), name
     groups = in_features // (scheme.group_size or in_features)
     layout: dict[str, tuple[str, tuple[int, ...]]] = {
         name + PACKED: ("int32", (out_features, -(-in_features * scheme.bits // 32))),
@@ -166,6 +187,12 @@ class CompressedTensorsWeights(DenseWeights):
             f"{name}{PACKED} has shape {stored}, which does not hold a matrix of {shape};"
             " download or quantize the model again"
         )
+
+    def group_size(self, name: str) -> int | None:
+        """Return the inputs that share a scale, by the shape of the scales."""
+        if name not in self._integers and name not in self._packed:
+            return None
+        return self.shape(name)[1] // self._folder.shape(name + SCALE)[-1]
 
     def float_bits(self, name: str) -> int | None:
         return 8 if name in self._floats else None

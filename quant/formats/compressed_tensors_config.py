@@ -13,8 +13,10 @@ from appliance.kernels.weights.fp8 import BLOCK
 from appliance.quant.formats.scheme import (
     BITS,
     GROUP_SIZES,
+    Fp4Scheme,
     Fp8Scheme,
     StoredScheme,
+    TrellisScheme,
     WeightScheme,
 )
 
@@ -75,6 +77,8 @@ def quantization_config(
 
 
 def _format(scheme: LinearScheme) -> str:
+    if isinstance(scheme, Fp4Scheme):
+        return FP4_FORMATS[scheme.has_powers]
     return FP8_FORMAT if isinstance(scheme, Fp8Scheme) else FORMAT
 
 
@@ -88,6 +92,19 @@ def _weight_arguments(scheme: LinearScheme) -> dict[str, Any]:
             "block_structure": [BLOCK, BLOCK] if scheme.blockwise else None,
             "dynamic": False,
         }
+    if isinstance(scheme, Fp4Scheme):
+        stored = "torch.uint8" if scheme.has_powers else "torch.float8_e4m3fn"
+        return {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group" if scheme.has_powers else "tensor_group",
+            "group_size": scheme.group_size,
+            "dynamic": False,
+            "scale_dtype": stored,
+            "zp_dtype": stored,
+        }
+    assert not isinstance(scheme, TrellisScheme), "in folders of its own"
     return {
         "num_bits": scheme.bits,
         "type": "int",

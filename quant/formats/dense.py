@@ -29,6 +29,9 @@ class DenseWeights:
     def packed_bits(self, name: str) -> int | None:
         return None
 
+    def group_size(self, name: str) -> int | None:
+        return None
+
     def float_bits(self, name: str) -> int | None:
         return None
 

@@ -177,6 +177,9 @@ class Fp4Weights(DenseWeights):
         """Return None for this form, whose codes are not integers."""
         return None if name in self._modules else self._rest.packed_bits(name)
 
+    def group_size(self, name: str) -> int | None:
+        return None if name in self._modules else self._rest.group_size(name)
+
     def float_bits(self, name: str) -> int | None:
         return 4 if name in self._modules else self._rest.float_bits(name)
 

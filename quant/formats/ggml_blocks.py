@@ -1,4 +1,4 @@
-"""Stores codes in blocks of the GGML types Q4_0, Q4_1, Q8_0, Q4_K and Q6_K.
+"""Stores codes in blocks of GGML types: those of `BlockScheme`, and a folder's as they are.
 
 Codes do not change; a group of more than 32 inputs repeats its scale. The layouts are those of
 llama.cpp's ggml-common.h.
@@ -14,18 +14,23 @@ from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.weights.ggml import GgmlWeight
-from appliance.kernels.weights.ggml_types import GGML_TYPES, SUPERBLOCK
+from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
-from appliance.quant.formats.pack import exact_enough, scales_in_groups, zero_points_of
-from appliance.quant.formats.scheme import SuperBlockScheme, WeightScheme
+from appliance.quant.formats.ggml_forms import FORMS, GROUP, BlockScheme
+from appliance.quant.formats.pack import (
+    exact_enough,
+    pack_codes,
+    scales_in_groups,
+    zero_points_of,
+)
+from appliance.quant.formats.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from appliance.kernels.weights.fp8 import Fp8Weight
+    from appliance.kernels.weights.weight import Packed
     from appliance.quant.formats.scheme import LinearScheme
 
-GROUP = 32  # weights of a block
 _TYPES = {  # of schemes in groups of 32
     WeightScheme(4, GROUP): "Q4_0",
     WeightScheme(4, GROUP, symmetric=False): "Q4_1",
@@ -35,69 +40,175 @@ _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
 
 @dataclass(frozen=True, slots=True)
-class SuperBlocks:
-    """The numbers of K-type blocks beside their codes.
+class BlockNumbers:
+    """The numbers of blocks beside their codes.
 
     Attributes:
-        step: (out_features, super-blocks) float16.
-        min_step: likewise; unused in Q6_K.
-        scales: (out_features, groups) whole numbers, multiples of `step`.
-        minima: likewise, of `min_step`; they are subtracted.
+        step: (out_features, blocks) float16, the scale of a group or super-block.
+        minimum: likewise; None without. Subtracted if it is a super-block's, else added.
+        scales: (out_features, groups) whole multiples of `step`; None if a group is a block.
+        minima: likewise, of `minimum`.
     """
 
     step: Tensor
-    min_step: Tensor
-    scales: Tensor
-    minima: Tensor
+    minimum: Tensor | None = None
+    scales: Tensor | None = None
+    minima: Tensor | None = None
 
 
 def row_bytes(type_name: str, in_features: int) -> int:
     """Return the bytes of a row of whole blocks."""
+    known = GGML_TYPES.get(type_name)
+    of_block = _BLOCK_BYTES[type_name] if known is None else known.block_bytes
+    return in_features // FORMS[type_name].block_size * of_block
+
+
+def encode_blocks(
+    type_name: str, codes: Tensor, numbers: BlockNumbers
+) -> GgmlWeight | PackedWeight:
+    """Build a weight of a type of `FORMS`.
+
+    Args:
+        codes: (out_features, in_features) uint8, places in the type's values.
+    """
     if type_name in _BLOCK_BYTES:
-        return in_features // GROUP * _BLOCK_BYTES[type_name]
-    return in_features // SUPERBLOCK * GGML_TYPES[type_name].block_bytes
+        return _packed(type_name, codes, numbers)
+    rows, blocks = numbers.step.shape
+    codes = codes.view(rows, blocks, -1)
+    found = _LAYOUTS[type_name](codes, _Parts.of(numbers))
+    return GgmlWeight(type_name, torch.cat(found, dim=-1))
 
 
-def encode_super_blocks(type_name: str, codes: Tensor, parts: SuperBlocks) -> GgmlWeight:
-    """Build a weight from codes, (out_features, in_features) uint8."""
-    rows, blocks = parts.step.shape
-    scales = parts.scales.view(rows, blocks, -1)
-    codes = codes.view(rows, blocks, SUPERBLOCK)
-    if type_name == "Q6_K":
-        found = torch.cat(
-            (
-                _nibble_runs(codes & 0xF, 64),
-                _bit_pairs(codes >> 4),
-                scales.to(torch.int8).view(torch.uint8),
-                _bytes(parts.step),
-            ),
-            dim=-1,
+def _packed(type_name: str, codes: Tensor, numbers: BlockNumbers) -> PackedWeight:
+    """Build a weight of a type that is held with neighbouring codes in a byte."""
+    form = FORMS[type_name]
+    bits = (len(form.values) - 1).bit_length()
+    offset = form.values[0] * numbers.step if numbers.minimum is None else numbers.minimum
+    return PackedWeight(
+        codes=pack_codes(codes, bits),
+        scale=numbers.step,
+        offset=offset,
+        offset_kind=OffsetKind.ADDITIVE,
+        bits=bits,
+        group_size=form.group_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Numbers of blocks as bytes, (rows, blocks, 2), and integers, (rows, blocks, groups)."""
+
+    step: Tensor
+    minimum: Tensor
+    scales: Tensor
+    minima: Tensor
+
+    @classmethod
+    def of(cls, numbers: BlockNumbers) -> _Parts:
+        none = numbers.step.new_empty((*numbers.step.shape, 0))
+
+        def integers(values: Tensor | None) -> Tensor:
+            if values is None:
+                return none
+            return values.view(*numbers.step.shape, -1).to(torch.int8)
+
+        return cls(
+            _bytes(numbers.step),
+            none if numbers.minimum is None else _bytes(numbers.minimum),
+            integers(numbers.scales),
+            integers(numbers.minima),
         )
-    else:
-        minima = parts.minima.view(rows, blocks, -1)
-        found = torch.cat(
-            (
-                _bytes(parts.step),
-                _bytes(parts.min_step),
-                _six_bits(scales.to(torch.uint8), minima.to(torch.uint8)),
-                _nibble_runs(codes, 32),
-            ),
-            dim=-1,
-        )
-    return GgmlWeight(type_name, found)
+
+    @property
+    def bytes_of_scales(self) -> Tensor:
+        return self.scales.view(torch.uint8)
+
+    @property
+    def around_32(self) -> Tensor:
+        return (self.scales + 32).view(torch.uint8)
+
+
+def _q5(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    """Lay out Q5_0 and Q5_1: 32 fifth bits in four bytes before the nibbles."""
+    eights = (codes >> 4).unflatten(-1, (4, 8))
+    shifts = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    high = (eights << shifts).sum(-1, dtype=torch.uint8)
+    halves = (parts.step, parts.minimum) if parts.minimum.numel() else (parts.step,)
+    return *halves, high, _nibble_runs(codes & 0xF, 16)
+
+
+def _q2_k(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    both = parts.bytes_of_scales | parts.minima.view(torch.uint8) << 4
+    return both, _bit_pairs(codes), parts.step, parts.minimum
+
+
+def _q3_k(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    scales = parts.around_32
+    low = scales[..., :8] & 0xF | (scales[..., 8:] & 0xF) << 4
+    high = _joined((scales >> 4).unflatten(-1, (4, 4)), 2)
+    return _bit_runs(codes >> 2), _bit_pairs(codes & 3), low, high, parts.step
+
+
+def _q4_k(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    integers = _six_bits(parts.bytes_of_scales, parts.minima.view(torch.uint8))
+    return parts.step, parts.minimum, integers, _nibble_runs(codes, 32)
+
+
+def _q5_k(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    *numbers, nibbles = _q4_k(codes & 0xF, parts)
+    return *numbers, _bit_runs(codes >> 4), nibbles
+
+
+def _q6_k(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    low, high = _nibble_runs(codes & 0xF, 64), _bit_pairs(codes >> 4)
+    return low, high, parts.bytes_of_scales, parts.step
+
+
+def _iq4_nl(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    return parts.step, _nibble_runs(codes, 16)
+
+
+def _iq4_xs(codes: Tensor, parts: _Parts) -> tuple[Tensor, ...]:
+    scales = parts.around_32
+    high = _joined((scales >> 4).unflatten(-1, (2, 4)).transpose(-1, -2), 2)
+    low = _joined((scales & 0xF).unflatten(-1, (4, 2)).transpose(-1, -2), 4)
+    return parts.step, high, low, _nibble_runs(codes, 16)
+
+
+_LAYOUTS = {
+    "Q5_0": _q5,
+    "Q5_1": _q5,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
+
+
+def _joined(planes: Tensor, bits: int) -> Tensor:
+    """Join (..., planes, n) uint8 below 2 ** bits into (..., n), the first plane lowest."""
+    found = planes[..., 0, :]
+    for place in range(1, planes.shape[-2]):
+        found = found | planes[..., place, :] << bits * place
+    return found
 
 
 def _nibble_runs(codes: Tensor, run: int) -> Tensor:
-    """Pack (rows, blocks, 256): of each two runs the first in the low nibbles."""
-    pairs: Tensor = codes.unflatten(-1, (-1, 2, run))
-    return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)
+    """Pack (rows, blocks, n): of each two runs the first in the low nibbles."""
+    return _joined(codes.unflatten(-1, (-1, 2, run)), 4).flatten(2)
 
 
 def _bit_pairs(codes: Tensor) -> Tensor:
     """Pack (rows, blocks, 256) below 4, four runs of 32 in each 32 bytes, the first lowest."""
-    runs: Tensor = codes.unflatten(-1, (2, 4, 32))
-    first, second, third, fourth = runs.unbind(-2)
-    return (first | second << 2 | third << 4 | fourth << 6).flatten(2)
+    return _joined(codes.unflatten(-1, (2, 4, 32)), 2).flatten(2)
+
+
+def _bit_runs(bits: Tensor) -> Tensor:
+    """Pack (rows, blocks, 256) below 2, eight runs of 32, the first lowest."""
+    return _joined(bits.unflatten(-1, (8, 32)), 1)
 
 
 def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
@@ -196,9 +307,7 @@ class GGUFStore:
         width = row_bytes(type_of_scheme(name, scheme), shape[1])
         return {name: (torch.uint8, (shape[0], width))}
 
-    def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
-    ) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: Packed, scheme: LinearScheme) -> dict[str, Tensor]:
         if isinstance(weight, GgmlWeight):
             if not weight.is_finite():
                 raise _refusal(name, "weights beyond float16")
@@ -219,12 +328,11 @@ def type_of_scheme(name: str, scheme: LinearScheme) -> str:
     Raises:
         ConfigError: no type that is written does.
     """
-    if isinstance(scheme, SuperBlockScheme):
+    if isinstance(scheme, BlockScheme):
         return scheme.type_name
     found = _TYPES.get(scheme) if isinstance(scheme, WeightScheme) else None
     if found is None:
         raise ConfigError(
-            f"--format gguf holds no weight such as {name} with {scheme}; use --bits 4, 6 or 8 in"
-            " groups of 32"
+            f"--format gguf holds no weight such as {name} with {scheme}; name a type with --type"
         )
     return found

@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.errors import UnsupportedModelError
 from appliance.model_files.checkpoint import QUANTIZATION, SafetensorsFolder
-from appliance.quant.formats import awq, bitsandbytes, compressed_tensors_config, fp4, fp8, gptq
+from appliance.quant.formats import (
+    awq,
+    bitsandbytes,
+    compressed_tensors_config,
+    exl3,
+    fp4,
+    fp8,
+    gptq,
+    trellis,
+)
 from appliance.quant.formats.bitsandbytes import BitsAndBytesWeights
 from appliance.quant.formats.compressed_tensors import CompressedTensorsWeights
 from appliance.quant.formats.compressed_tensors_config import declared_weights
 from appliance.quant.formats.dense import DenseWeights
+from appliance.quant.formats.exl3 import Exl3Weights
 from appliance.quant.formats.fp4 import Fp4Weights
 from appliance.quant.formats.fp8 import Fp8Weights
+from appliance.quant.formats.trellis import TrellisWeights
 from appliance.quant.formats.word_packed import WordPackedWeights
 
 if TYPE_CHECKING:
@@ -33,6 +44,10 @@ class WeightReader(Protocol):
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a weight's integer codes once loaded; None if it has none."""
+        ...
+
+    def group_size(self, name: str) -> int | None:
+        """Return the inputs that share a scale of integer codes; None of others, or if unknown."""
         ...
 
     def float_bits(self, name: str) -> int | None:
@@ -70,7 +85,8 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
     raise UnsupportedModelError(
         f"{folder.path}: weights quantized by {called} cannot be read; supported are unquantized"
         " weights, compressed-tensors, AWQ, GPTQ, AutoRound, MXFP4, NVFP4, FP8 of DeepSeek's,"
-        f" ModelOpt's or FBGEMM's form, and bitsandbytes; {_WAYS.get(str(method), _OTHER_WAY)}"
+        f" ModelOpt's or FBGEMM's form, bitsandbytes, EXL3, and the trellis format;"
+        f" {_WAYS.get(str(method), _OTHER_WAY)}"
     )
 
 
@@ -157,6 +173,8 @@ _READERS: dict[str | None, Callable[[SafetensorsFolder, Mapping[str, Any]], Weig
     fp8.MODELOPT: _fp8,
     fp4.MXFP4: lambda folder, config: Fp4Weights(folder, (fp4.GPT_OSS,), DenseWeights(folder)),
     bitsandbytes.METHOD: lambda folder, config: BitsAndBytesWeights(folder),
+    trellis.METHOD: TrellisWeights,
+    exl3.METHOD: Exl3Weights,
 }
 _ALIASES = {
     "sparseml": compressed_tensors_config.METHOD,  # of its first versions
@@ -167,6 +185,7 @@ _ALIASES = {
 _QUANTIZED_PARTS = (
     ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_scale_2",
     ".SCB", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
+    ".trellis",
 )  # fmt: skip
 # Methods that people meet and that have no reader here, as their projects call them.
 _CALLED = {
@@ -181,7 +200,6 @@ _CALLED = {
     "higgs": "HIGGS",
     "bitnet": "BitNet",
     "exl2": "ExLlamaV2 (exl2)",
-    "exl3": "ExLlamaV3 (exl3)",
     "quark": "Quark",
     "quip": "QuIP#",
     "gguf": "GGUF in a folder",

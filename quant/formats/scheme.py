@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from appliance.errors import ConfigError
-from appliance.kernels.weights.ggml_types import SUPERBLOCK
+from appliance.kernels.weights import trellis
+from appliance.quant.formats.ggml_forms import BlockScheme
 
 BITS = (3, 4, 8)
 GROUP_SIZES = (128, 64, 32)  # descending: the first that divides a width is the largest
@@ -32,8 +33,8 @@ class WeightScheme:
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ConfigError(
-                f"weights of {self.bits} bits are not supported; use 3, 4 or 8, or 6 with --format"
-                " gguf"
+                f"weights of {self.bits} bits are not supported; use 3, 4 or 8, or --format gguf"
+                " with --type"
             )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError(
@@ -111,51 +112,6 @@ class StoredScheme(WeightScheme):
 
 
 @dataclass(frozen=True, slots=True)
-class SuperBlockScheme:
-    """Codes of a GGML type whose groups have whole multiples of a super-block's scale.
-
-    Attributes:
-        type_name: Q4_K, which has minima, or Q6_K.
-    """
-
-    type_name: str
-
-    @property
-    def bits(self) -> int:
-        return 4 if self.type_name == "Q4_K" else 6
-
-    @property
-    def group_size(self) -> int:
-        """Inputs that share a scale."""
-        return 32 if self.type_name == "Q4_K" else 16
-
-    @property
-    def symmetric(self) -> bool:
-        """True without minima; code 32 is weight 0."""
-        return self.type_name != "Q4_K"
-
-    @property
-    def max_code(self) -> int:
-        return (1 << self.bits) - 1
-
-    def fit(self, in_features: int) -> tuple[SuperBlockScheme | WeightScheme | None, str]:
-        """Return Q4_1 or Q8_0, and the reason, for widths that no super-block divides."""
-        if in_features % SUPERBLOCK == 0:
-            return self, ""
-        smaller = WeightScheme(8, 32) if self.symmetric else WeightScheme(4, 32, symmetric=False)
-        found, reason = smaller.fit(in_features)
-        if found is not None:
-            reason = (
-                f"as {'Q8_0' if self.symmetric else 'Q4_1'}, not {self.type_name}:"
-                f" {in_features} inputs do not divide by {SUPERBLOCK}"
-            )
-        return found, reason
-
-    def __str__(self) -> str:
-        return self.type_name
-
-
-@dataclass(frozen=True, slots=True)
 class Fp8Scheme:
     """8-bit floating-point codes (e4m3).
 
@@ -180,5 +136,61 @@ class Fp8Scheme:
         return f"FP8 {'in blocks of 128x128' if self.blockwise else 'by channel'}"
 
 
-GroupedScheme = WeightScheme | SuperBlockScheme
-LinearScheme = GroupedScheme | Fp8Scheme
+@dataclass(frozen=True, slots=True)
+class TrellisScheme:
+    """Symbols of a trellis, a scale per output: see `TrellisWeight`.
+
+    Attributes:
+        bits: 2 to 5.
+
+    Raises:
+        ConfigError: unsupported bits.
+    """
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.bits not in trellis.BITS:
+            raise ConfigError(f"--method trellis has 2, 3, 4 or 5 bits, not {self.bits}")
+
+    def fit(self, in_features: int) -> tuple[TrellisScheme | None, str]:
+        """Return None, and the reason, for widths that no block of 64 divides."""
+        if in_features % trellis.BLOCK == 0:
+            return self, ""
+        return None, f"kept in 16 bits: {in_features} inputs do not divide by {trellis.BLOCK}"
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits of a trellis"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Scheme:
+    """4-bit floating-point codes (e2m1).
+
+    Attributes:
+        has_powers: MXFP4, whose scales are powers of two for 32 inputs; else NVFP4, whose scales
+            are e4m3 for 16.
+    """
+
+    has_powers: bool = False
+
+    @property
+    def bits(self) -> int:
+        return 4
+
+    @property
+    def group_size(self) -> int:
+        return 32 if self.has_powers else 16
+
+    def fit(self, in_features: int) -> tuple[Fp4Scheme | None, str]:
+        """Return None, and the reason, for widths that 32 does not divide."""
+        if in_features % GROUP_SIZES[-1] == 0:
+            return self, ""
+        return None, f"kept in 16 bits: {in_features} inputs do not divide by {GROUP_SIZES[-1]}"
+
+    def __str__(self) -> str:
+        return "MXFP4" if self.has_powers else "NVFP4"
+
+
+GroupedScheme = WeightScheme | BlockScheme | Fp4Scheme
+LinearScheme = GroupedScheme | Fp8Scheme | TrellisScheme

@@ -14,9 +14,11 @@ import torch
 
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.weights.ggml import GgmlWeight
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.packed import PackedWeight
-from appliance.quant.formats import awq, compressed_tensors, gptq
+from appliance.kernels.weights.trellis import BLOCK, SIGNS, TABLES, TrellisWeight
+from appliance.quant.formats import awq, compressed_tensors, gptq, trellis
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.compressed_tensors_config import quantization_config
 from appliance.quant.formats.gptq import V1, V2, GptqLayout
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weights.fp8 import Fp8Weight
+    from appliance.kernels.weights.weight import Packed
     from appliance.quant.formats.scheme import LinearScheme
 
 Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by name
@@ -47,9 +49,7 @@ class WeightStore(Protocol):
         """
         ...
 
-    def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
-    ) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: Packed, scheme: LinearScheme) -> dict[str, Tensor]:
         """Convert a weight into stored tensors; raise QuantizeError if a scale does not fit."""
         ...
 
@@ -82,16 +82,46 @@ class CompressedTensorsStore:
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return in_torch(compressed_tensors.encoded_layout(name, shape, scheme, dtype_name(dtype)))
 
-    def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
-    ) -> dict[str, Tensor]:
-        assert not isinstance(weight, GgmlWeight), name
+    def encode(self, name: str, weight: Packed, scheme: LinearScheme) -> dict[str, Tensor]:
+        assert isinstance(weight, PackedWeight | Fp8Weight | Fp4Weight), name
         return compressed_tensors.encode(name, weight, scheme)
 
     def config(
         self, schemes: Mapping[str, LinearScheme], kept: Sequence[str], *, named: bool
     ) -> dict[str, Any]:
         return quantization_config(schemes, kept, named=named)
+
+
+@dataclass(frozen=True, slots=True)
+class TrellisStore:
+    """A `WeightStore` for the trellis format."""
+
+    def layout(
+        self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        module, (rows, columns) = name.removesuffix(WEIGHT), shape
+        return {
+            module + trellis.SYMBOLS: (torch.uint8, (-(-rows // BLOCK), columns, 8 * scheme.bits)),
+            module + trellis.SCALE: (dtype, (rows,)),
+        }
+
+    def encode(self, name: str, weight: Packed, scheme: LinearScheme) -> dict[str, Tensor]:
+        """Return symbols and scales; these are numbers of the stored type already."""
+        assert isinstance(weight, TrellisWeight), name
+        module = name.removesuffix(WEIGHT)
+        return {module + trellis.SYMBOLS: weight.symbols, module + trellis.SCALE: weight.scale}
+
+    def config(
+        self, schemes: Mapping[str, LinearScheme], kept: Sequence[str], *, named: bool
+    ) -> dict[str, Any]:
+        used = {scheme.bits for scheme in schemes.values()}
+        return {
+            "quant_method": trellis.METHOD,
+            "version": trellis.VERSION,
+            "signs": SIGNS.astype(int).tolist(),
+            "tables": {str(bits): TABLES[bits] for bits in sorted(used)},
+            "ignore": list(kept),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +140,7 @@ class WordWriter:
         found = {name.removesuffix(WEIGHT) + part: layout for part, layout in parts.items()}
         return in_torch(found)
 
-    def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
-    ) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: Packed, scheme: LinearScheme) -> dict[str, Tensor]:
         assert isinstance(weight, PackedWeight), name
         parts = self.words.encode(name, weight)
         return {name.removesuffix(WEIGHT) + part: tensor for part, tensor in parts.items()}

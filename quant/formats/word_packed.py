@@ -6,6 +6,7 @@ the unquantized name M.weight.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.errors import CheckpointError
@@ -92,6 +93,15 @@ class WordPackedWeights(DenseWeights):
         """Return the bits of a packed weight's codes; None for a dense tensor."""
         module = self._module(name)
         return None if module is None else self._layout(module).code_bits
+
+    def group_size(self, name: str) -> int | None:
+        """Return the inputs that share a scale, from the shapes that were found."""
+        module = self._module(name)
+        if module is None:
+            return None
+        out_features, in_features = self.shape(name)
+        _, scales = self._layout(module).layout((out_features, in_features))[SCALES]
+        return in_features * out_features // math.prod(scales)
 
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor; codes, scales and zero points are not changed."""

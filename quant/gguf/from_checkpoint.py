@@ -23,6 +23,7 @@ from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, MLPSpec, RopeScaling, RopeSpec
 from appliance.quant.formats.ggml_blocks import type_of_scheme
 from appliance.quant.gguf.file_writer import PlannedFile, TypedTensor
+from appliance.quant.gguf.mixes import MIXES
 from appliance.quant.gguf.tensors import FileSetting, FileSettings, file_tensors, mapping_of
 from appliance.quant.walk.places import is_plain
 from appliance.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, LayerSpec
-    from appliance.quant.run.options import Method
+    from appliance.quant.run.options import QuantizeOptions
     from appliance.quant.run.plan import QuantizePlan
     from appliance.tokenizer.word_rules import WordRules
 
@@ -53,13 +54,13 @@ SAMPLES = (
 )
 
 
-def plan_file(source: ModelSource, plan: QuantizePlan, method: Method) -> PlannedFile:
+def plan_file(source: ModelSource, plan: QuantizePlan, options: QuantizeOptions) -> PlannedFile:
     """Plan the file, with settings and tokenizer of the model that is quantized.
 
     Raises:
         QuantizeError: no GGUF file of such a model is written here; says why.
     """
-    tensors = file_tensors(source)
+    tensors, method = file_tensors(source), options.method
     if method.needs_text and not all(map(is_plain, source.spec.layers)):
         raise QuantizeError(
             f"{source.path} has layers that are not attention and an MLP with gates, which"
@@ -73,13 +74,14 @@ def plan_file(source: ModelSource, plan: QuantizePlan, method: Method) -> Planne
         if found.scheme is None:
             planned.append(TypedTensor.plain(tensor, layout))
         else:
-            kind = type_of_scheme(found.name, found.scheme)
-            planned.append(TypedTensor(tensor, kind, layout))
-    if source.path.is_file():
-        return PlannedFile.of(FileSettings.of_file(source.path), planned)
-    settings = settings_of(source)
-    check_as_read(source, settings, planned)
-    return PlannedFile.of(settings, planned)
+            type_name = type_of_scheme(found.name, found.scheme)
+            planned.append(TypedTensor(tensor, type_name, layout))
+    is_file = source.path.is_file()
+    settings = FileSettings.of_file(source.path) if is_file else settings_of(source)
+    if not is_file:
+        check_as_read(source, settings, planned)
+    kind = FileSetting.of("general.file_type", MIXES[options.file_type].number)
+    return PlannedFile.of(replace(settings, settings=(*settings.settings, kind)), planned)
 
 
 def settings_of(source: ModelSource) -> FileSettings:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from appliance.errors import QuantizeError
 from appliance.files import flush
+from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
 from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.ggml_blocks import block_type, encode, row_bytes
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.quant.gguf.tensors import FileTensor
+
+_KINDS: dict[type, str] = {TrellisWeight: "symbols of a trellis", GgmlWeight: "blocks of GGUF"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,13 @@ def _planned(source: ModelSource, tensor: FileTensor) -> TypedTensor:
         kind = block_type(name, weight)
         layout = TensorLayout(name, torch.uint8, (shape[0], row_bytes(kind, shape[1])))
         return TypedTensor(tensor, kind, layout)
-    assert isinstance(weight, Tensor), "no other form is written by quantize"
+    if not isinstance(weight, Tensor):
+        what = _KINDS.get(type(weight), "floating-point codes")
+        raise QuantizeError(
+            f"{name} has {what}, which is not stored anew without loss; quantize the 16-bit model"
+            " that it was made from with --format gguf, or unpack this one first with appliance"
+            " repack --format dense"
+        )
     keeps = len(shape) > 1 and weight.dtype in (torch.bfloat16, torch.float16)
     dtype = weight.dtype if keeps else torch.float32
     return TypedTensor.plain(tensor, TensorLayout(name, dtype, shape))

@@ -55,6 +55,7 @@ MEASURED = (
     KVFormat.INT4,
 )
 ROWS = 2  # rows that errors are measured on; scales and means use all
+MOST_ROWS = 16  # of the calibration text: queries, keys and values of a layer are held in memory
 LEAST_GAIN = 0.9  # subtract the mean key if less than this share of the error is left
 # Formats to choose from. FP8 is left out: it takes more bits than K8V4 and loses more quality
 # (measured with scripts/benchmark cpu_quality).
@@ -130,7 +131,8 @@ def kept_kv_plan(
     if layers is not None:
         return KVPlan(layers, float(read_json(state / FILE)["bits_per_element"]), budget)
     with tempfile.TemporaryDirectory(dir=state, prefix="kv-") as place:
-        plan = calibrate_kv(source, calibration.rows, Path(place), device, budget)
+        rows = calibration.rows[:MOST_ROWS]
+        plan = calibrate_kv(source, rows, Path(place), device, budget)
     write_kv_plan(plan, state)
     return plan
 

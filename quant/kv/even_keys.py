@@ -108,6 +108,9 @@ class ScaledRows:
     def packed_bits(self, name: str) -> int | None:
         return None if name in self.factors else self.weights.packed_bits(name)
 
+    def group_size(self, name: str) -> int | None:
+        return None if name in self.factors else self.weights.group_size(name)
+
     def float_bits(self, name: str) -> int | None:
         return None if name in self.factors else self.weights.float_bits(name)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.quant.formats.scheme import Fp8Scheme, TrellisScheme
 from appliance.quant.methods import data_free
 from appliance.quant.methods.ranges import SHRUNK, WHOLE, choose_grid
 
@@ -32,6 +32,7 @@ def quantize_linear(
     weight: Tensor, hessian: Tensor | None, scheme: LinearScheme, dtype: torch.dtype
 ) -> QuantizedWeight:
     """Quantize a weight in ranges chosen by the energy of its inputs; see `Quantizer`."""
+    assert not isinstance(scheme, TrellisScheme), "a method of its own"
     if hessian is None or isinstance(scheme, Fp8Scheme):
         return data_free.quantize_linear(weight, None, scheme, dtype)
     grid = choose_grid(weight, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)

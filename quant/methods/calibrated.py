@@ -11,41 +11,41 @@ since nothing before experts or a state could absorb the inverse scales.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, layer_slots
-from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
-from appliance.quant.methods import gptq, rtn
+from appliance.quant.formats.scheme import Fp4Scheme, Fp8Scheme, TrellisScheme, WeightScheme
+from appliance.quant.methods import gptq, trellis
 from appliance.quant.methods.awq import scale_inputs
 from appliance.quant.walk.pieces import WeightPieces
 from appliance.quant.walk.places import is_plain, linear_in, linear_of, stage_of
 from appliance.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from appliance.kernels.weights.ggml import GgmlWeight
-
-    Keep: TypeAlias = Callable[[str, Tensor | PackedWeight | GgmlWeight], None]
     from collections.abc import Callable, Iterator, Mapping
 
     from appliance.kernels.weights.ggml import GgmlWeight
+    from appliance.kernels.weights.weight import CodedWeight, Weight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
-    from appliance.quant.run.options import Method
+    from appliance.quant.run.options import Method, QuantizedWeight
     from appliance.quant.walk.block import Moments, ObservedLinear, TransformerBlock
     from appliance.quant.walk.routed_rows import RoutedRows
     from appliance.quant.walk.walk import Walk
 
-    Done: TypeAlias = dict[str, PackedWeight]
+    Keep: TypeAlias = Callable[[str, Weight], None]
+    Done: TypeAlias = dict[str, CodedWeight]
     Observe: TypeAlias = Callable[[TensorSlot, Done], Moments | None]
 
 
@@ -58,6 +58,7 @@ def quantize_layers(
     keep: Keep,
     *,
     first: int = 0,
+    matters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[QuantizedLayer]:
     """Quantize a model's layers in order; yield each once the rows have passed it.
 
@@ -67,13 +68,15 @@ def quantize_layers(
         dtype: of stored scales, norms and unquantized tensors.
         keep: takes each tensor of a layer once, before the layer is yielded.
         first: the layer to begin with; an earlier run quantized those before it.
+        matters: how much the outputs of a weight of a trellis count, by name; see `walk.slopes`.
 
     Raises:
         QuantizeError: activations are not finite; the message names the weight.
     """
+    matters = matters or {}
     for index in range(first, len(source.spec.layers)):
         one = _quantize_layer if is_plain(source.spec.layers[index]) else quantize_any_layer
-        yield one(source, walk, method, schemes, dtype, index, keep)
+        yield one(source, walk, method, schemes, dtype, index, keep, matters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +102,19 @@ def _quantize_layer(
     dtype: torch.dtype,
     index: int,
     keep: Keep,
+    matters: Mapping[str, Tensor],
 ) -> QuantizedLayer:
     """Quantize one layer; nothing but the result outlives the call."""
     block = walk.block(index)
     parts = _parts(source, index)
-    chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
+    chosen = [[schemes[name] for name, _ in rows] for rows in parts]
     scales: list[Tensor | None] = [None] * len(chosen)
     if method.scales_inputs:
         moments = walk.observe(block, list(block.linears()))
         offset = source.spec.layers[index].norm.offset
-        folded = scale_inputs(block, moments, chosen, dtype, offset)
-        places = [place for place, scheme in enumerate(chosen) if scheme is not None]
+        firsts = [_grouped(some[0]) for some in chosen]
+        folded = scale_inputs(block, moments, firsts, dtype, offset)
+        places = [place for place, scheme in enumerate(firsts) if scheme is not None]
         for place, found in zip(places, folded, strict=True):
             scales[place] = found.scales
         del moments
@@ -117,50 +122,99 @@ def _quantize_layer(
         keep(name, tensor)
     losses: dict[str, float] = {}
     notes: list[str] = []
-    for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
-        name = " + ".join(name for name, _ in rows)
-        whole: Tensor | PackedWeight | GgmlWeight = linear.weight
-        if scheme is not None:
-            whole, losses[name], silent = _quantize(
-                walk, block, linear, scheme, method, dtype, name
-            )
+    for linear, rows, some in zip(block.linears(), parts, chosen, strict=True):
+        hessian = None
+        if any(scheme is not None for scheme in some):
+            (seen,) = walk.observe(block, [linear])
+            hessian = seen.hessian
+            silent = int((hessian.diagonal() == 0).sum())
             if silent:
                 notes.append(
-                    f"{silent:,} of {linear.in_features:,} inputs of {name} were 0 in all"
+                    f"{silent:,} of {linear.in_features:,} inputs of {_joined(rows)} were 0 in all"
                     " calibration text; their weights are rounded"
                 )
-        for part, where in rows:
-            keep(part, whole[where] if isinstance(whole, Tensor) else whole.rows(where))
+            del seen
+        for alike, scheme in _alike(rows, some):
+            where = slice(alike[0][1].start, alike[-1][1].stop)
+            whole: Tensor | PackedWeight | Fp4Weight | GgmlWeight | TrellisWeight
+            whole = linear.weight[where]
+            if scheme is not None:
+                assert hessian is not None, "a scheme at least"
+                name = _joined(alike)
+                of_outputs = matters.get(name)
+                whole, losses[name] = _quantize(
+                    linear, where, hessian, scheme, method, dtype, name, of_outputs
+                )
+            if isinstance(whole, TrellisWeight):
+                keep(alike[0][0], whole)
+                continue
+            for part, rows_of_part in alike:
+                own = slice(rows_of_part.start - where.start, rows_of_part.stop - where.start)
+                keep(part, whole[own] if isinstance(whole, Tensor) else whole.rows(own))
+        del hessian
     walk.advance(block)
     return QuantizedLayer(index, losses, tuple(notes), tuple(scales))
 
 
+def _joined(rows: list[tuple[str, slice]]) -> str:
+    return " + ".join(name for name, _ in rows)
+
+
+def _alike(
+    rows: list[tuple[str, slice]], schemes: list[LinearScheme | None]
+) -> Iterator[tuple[list[tuple[str, slice]], LinearScheme | None]]:
+    """Yield neighbouring parts of a linear that have the same scheme.
+
+    Each part of a trellis is alone: its rows cannot be taken apart afterwards.
+    """
+    pairs = zip(rows, schemes, strict=True)
+    for scheme, some in groupby(pairs, key=lambda pair: pair[1]):
+        together = [part for part, _ in some]
+        alone = [[part] for part in together]
+        for parts in alone if isinstance(scheme, TrellisScheme) else [together]:
+            yield parts, scheme
+
+
 def _quantize(
-    walk: Walk,
-    block: TransformerBlock,
     linear: ObservedLinear,
-    scheme: GroupedScheme,
+    where: slice,
+    hessian: Tensor,
+    scheme: LinearScheme,
     method: Method,
     dtype: torch.dtype,
     name: str,
-) -> tuple[PackedWeight | GgmlWeight, float, int]:
-    """Quantize a linear by its current inputs; it then computes with the result.
+    matters: Tensor | None,
+) -> tuple[PackedWeight | Fp4Weight | GgmlWeight | TrellisWeight, float]:
+    """Quantize rows of a linear by its current inputs; it then computes with the result.
 
     Returns:
-        The weight, its loss, and the number of inputs that were always 0.
+        The weight and its loss.
     """
-    (seen,) = walk.observe(block, [linear])
-    hessian = seen.hessian
+    original = linear.weight[where]
     if not bool(torch.isfinite(hessian).all()):
         raise QuantizeError(f"the activations before {name} hold NaN or infinity")
-    if not bool(torch.isfinite(linear.weight).all()):
+    if not bool(torch.isfinite(original).all()):
         raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
-    original = linear.weight
-    packed = method.quantizer(original, hessian, scheme, dtype)
+    packed = _coded(original, hessian, scheme, method, dtype, matters)
     assert not isinstance(packed, Fp8Weight), "FP8 needs no text"
-    linear.weight = packed.dequantize()
-    loss = gptq.output_loss(original, linear.weight, hessian)
-    return packed, loss, int((hessian.diagonal() == 0).sum())
+    found = packed.dequantize().to(original.device)
+    loss = gptq.output_loss(original, found, hessian)
+    linear.weight[where] = found
+    return packed, loss
+
+
+def _coded(
+    weight: Tensor,
+    hessian: Tensor | None,
+    scheme: LinearScheme,
+    method: Method,
+    dtype: torch.dtype,
+    matters: Tensor | None,
+) -> QuantizedWeight:
+    """Quantize a weight; the outputs of a trellis share codes by how much each of them counts."""
+    if matters is None or hessian is None or not isinstance(scheme, TrellisScheme):
+        return method.quantizer(weight, hessian, scheme, dtype)
+    return trellis.quantize(weight, hessian, scheme.bits, dtype, matters=matters.to(weight.device))
 
 
 def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
@@ -176,11 +230,8 @@ def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
     return found
 
 
-def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> GroupedScheme | None:
-    found = {schemes[name] for name in names}
-    assert len(found) == 1, f"{names} share an input and so a scheme"
-    scheme = found.pop()
-    assert not isinstance(scheme, Fp8Scheme), "FP8 needs no text"
+def _grouped(scheme: LinearScheme | None) -> GroupedScheme | None:
+    assert not isinstance(scheme, Fp8Scheme | TrellisScheme), "its inputs are not scaled"
     return scheme
 
 
@@ -214,13 +265,14 @@ def quantize_any_layer(
     dtype: torch.dtype,
     index: int,
     keep: Keep,
+    matters: Mapping[str, Tensor],
 ) -> QuantizedLayer:
     """Quantize one layer; arguments as for `calibrated.quantize_layers`.
 
     Raises:
         QuantizeError: activations or weights are not finite; the message names the weight.
     """
-    return _LayerInWork(source, walk, method, schemes, dtype, index, keep).quantized()
+    return _LayerInWork(source, walk, method, schemes, dtype, index, keep, matters).quantized()
 
 
 @dataclass(slots=True)
@@ -232,6 +284,7 @@ class _LayerInWork:
     dtype: torch.dtype
     index: int
     keep: Keep
+    matters: Mapping[str, Tensor]
     losses: dict[str, float] = field(default_factory=dict)
     unseen: list[TensorSlot] = field(default_factory=list)
 
@@ -288,27 +341,31 @@ class _LayerInWork:
             self.keep(name, weight)
         return done
 
-    def _quantize(self, slot: TensorSlot, moments: Moments | None) -> PackedWeight:
-        weight, scheme = self._read(slot), _integer_scheme(self.schemes[slot.name])
+    def _quantize(self, slot: TensorSlot, moments: Moments | None) -> CodedWeight:
+        weight, scheme = self._read(slot), self.schemes[slot.name]
+        assert isinstance(scheme, WeightScheme | TrellisScheme | Fp4Scheme), (
+            "K types have plain layers"
+        )
+        hessian = None
         if moments is None:
             self.unseen.append(slot)
-            return rtn.quantize(weight, scheme, self.dtype)
-        hessian = moments.hessian
-        weight = weight.to(hessian.device)
-        if not bool(torch.isfinite(hessian).all()):
-            raise QuantizeError(f"the activations before {slot.name} hold NaN or infinity")
-        packed = self.method.quantizer(weight, hessian, scheme, self.dtype)
-        assert isinstance(packed, PackedWeight), "of a scheme of its own"
-        self.losses[slot.name] = gptq.output_loss(weight, packed.dequantize(), hessian)
+        else:
+            hessian = moments.hessian
+            weight = weight.to(hessian.device)
+            if not bool(torch.isfinite(hessian).all()):
+                raise QuantizeError(f"the activations before {slot.name} hold NaN or infinity")
+        matters = self.matters.get(slot.name)
+        packed = _coded(weight, hessian, scheme, self.method, self.dtype, matters)
+        assert isinstance(packed, PackedWeight | TrellisWeight | Fp4Weight), (
+            "of a scheme of its own"
+        )
+        if hessian is not None:
+            loss = gptq.output_loss(weight, packed.dequantize().to(weight.device), hessian)
+            self.losses[slot.name] = loss
         return packed
 
     def _read(self, slot: TensorSlot) -> torch.Tensor:
         return WeightPieces(self.source.weights, slot.name).rows(slice(0, slot.shape[0]))
-
-
-def _integer_scheme(scheme: LinearScheme | None) -> WeightScheme:
-    assert isinstance(scheme, WeightScheme), "FP8 needs no text, and K types have plain layers"
-    return scheme
 
 
 def _notes(index: int, unseen: list[TensorSlot]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 From Frantar, Ashkboos, Hoefler and Alistarh, https://arxiv.org/abs/2210.17323. Columns go by
 falling input energy, while groups and scales stay in place ("static groups"), so nothing is
-permuted at run time.
+permuted at run time. Scales and codes are then improved together, but of FP4.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.quant.formats.scheme import Fp4Scheme, Fp8Scheme, TrellisScheme
 from appliance.quant.methods import data_free
+from appliance.quant.methods.descent import descend
+from appliance.quant.methods.fp4_grids import Fp4Grid
 from appliance.quant.methods.ranges import SHRUNK, choose_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.weights.fp4 import Fp4Weight
     from appliance.kernels.weights.ggml import GgmlWeight
     from appliance.kernels.weights.packed import PackedWeight
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
@@ -39,7 +42,7 @@ class GPTQResult:
         damping: share of the mean diagonal that was added.
     """
 
-    weight: PackedWeight | GgmlWeight
+    weight: PackedWeight | GgmlWeight | Fp4Weight
     damping: float
 
 
@@ -47,6 +50,7 @@ def quantize_linear(
     weight: Tensor, hessian: Tensor | None, scheme: LinearScheme, dtype: torch.dtype
 ) -> QuantizedWeight:
     """Quantize a weight; see `Quantizer`."""
+    assert not isinstance(scheme, TrellisScheme), "a method of its own"
     if hessian is None or isinstance(scheme, Fp8Scheme):
         return data_free.quantize_linear(weight, None, scheme, dtype)
     return quantize(weight, hessian, scheme, dtype).weight
@@ -83,9 +87,13 @@ def quantize(
         raise QuantizeError("activations hold NaN or infinity")
     believed = hessian * (1 - doubt)
     believed.diagonal().copy_(energy)
-    steps = choose_grid(original, scheme, dtype, importance=energy, shares=shares)
     order = torch.argsort(energy, descending=True, stable=True)
-    factor, used = _inverse_factor(believed[order][:, order], damping)
+    factor, used = inverse_factor(believed[order][:, order], damping)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    if not isinstance(scheme, Fp4Scheme):  # later columns make up for the rest of an error
+        energy = factor.diagonal().square().reciprocal()[back]
+    steps = choose_grid(original, scheme, dtype, importance=energy, shares=shares)
     group_size = scheme.group_size or weight.shape[1]
     groups = (order // group_size).tolist()
     left = original[:, order].contiguous()
@@ -102,9 +110,10 @@ def quantize(
             errors[:, i : i + 1] = error
             block[:, i:].addmm_(error, inverse[i : i + 1, i:], alpha=-1)
         left[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return GPTQResult(steps.pack(codes[:, back]), used)
+    codes = codes[:, back]
+    if not isinstance(steps, Fp4Grid):
+        steps, codes = descend(original, steps, codes, _damped(believed, used))
+    return GPTQResult(steps.pack(codes), used)
 
 
 def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
@@ -118,13 +127,10 @@ def output_energy(weight: Tensor, hessian: Tensor) -> float:
     return float(((weight @ hessian) * weight).sum())
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
     """Return the upper Cholesky factor of the inverse, and the damping used."""
-    mean = hessian.diagonal().mean().clamp_min(1e-12)
     while damping <= MOST_DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(_damped(hessian, damping))
         if not int(failed):
             inverse = torch.cholesky_inverse(lower)
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
@@ -132,3 +138,9 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
                 return upper, damping
         damping = max(damping, 1e-4) * 10
     raise QuantizeError("no damping makes the activations' second moments positive definite")
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    damped = hessian.clone()
+    damped.diagonal().add_(damping * hessian.diagonal().mean().clamp_min(1e-12))
+    return damped

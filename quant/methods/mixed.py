@@ -9,19 +9,21 @@ step where a bit saves most.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from appliance.errors import ConfigError
 from appliance.files import replace_atomically
-from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.methods import rtn
+from appliance.kernels.weights.trellis import BITS
+from appliance.quant.formats.scheme import TrellisScheme, WeightScheme
+from appliance.quant.methods import rtn, trellis
 from appliance.quant.methods.gptq import output_energy
 from appliance.quant.methods.sensitivity import Variants
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 DENSE_BITS = 16.0
 PROBE_TOKENS = 256  # tokens per row
 PROBE_ROWS = 2
-Schemes = dict[str, WeightScheme | None]  # of linear weights by name; None keeps 16 bits
+FINE_PROBE_BITS = 3.5  # mean bits from which rounding to 4, not 3, stands for a trellis
+Scheme = WeightScheme | TrellisScheme
+Schemes = dict[str, Scheme | None]  # of linear weights by name; None keeps 16 bits
+Losses = dict[Scheme, float]  # energy of the outputs' errors
 FILE = "precisions.json"
 
 
@@ -55,10 +60,18 @@ def kept_schemes(
     """
     path = state / FILE
     if path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=Schemes)
+        stored = msgspec.json.decode(path.read_bytes(), type=dict[str, WeightScheme | int | None])
+        return {
+            name: TrellisScheme(scheme) if isinstance(scheme, int) else scheme
+            for name, scheme in stored.items()
+        }
     chosen = mixed_schemes(source, options, calibration, dtype)
+    kept = {
+        name: scheme.bits if isinstance(scheme, TrellisScheme) else scheme
+        for name, scheme in chosen.items()
+    }
     with replace_atomically(path) as temporary:
-        temporary.write_bytes(msgspec.json.encode(chosen))
+        temporary.write_bytes(msgspec.json.encode(kept))
     return chosen
 
 
@@ -71,23 +84,27 @@ def mixed_schemes(
         ConfigError: the scheme is FP8, or the budget is below the smallest precision.
     """
     assert options.mixed is not None
-    if not isinstance(options.scheme, WeightScheme):
-        raise ConfigError("--mixed chooses among integers of 3, 4 and 8 bits; use another --method")
+    if not isinstance(options.scheme, Scheme):
+        raise ConfigError(
+            "--mixed chooses among integers of 3, 4 and 8 bits, or a trellis of 2 to 5; use another"
+            " --method"
+        )
     return choose_precisions(source, calibration.rows, options.scheme, options.mixed, dtype)
 
 
 def choose_precisions(
     source: ModelSource,
     rows: Tensor,
-    scheme: WeightScheme,
+    scheme: Scheme,
     bits_per_weight: float,
     dtype: torch.dtype,
-) -> dict[str, WeightScheme | None]:
+) -> Schemes:
     """Choose a scheme for each linear weight of a model's layers, by name.
 
     Args:
         rows: (num_rows, row_tokens) calibration tokens; only the start of the first rows is used.
-        scheme: gives group size and symmetry; sensitivity is measured at its bits.
+        scheme: gives group size and symmetry; sensitivity is measured at its bits. Linears of a
+            trellis are rounded for that, and each part of one gets bits of its own.
         bits_per_weight: mean over the layers' linears, scales and zero points included.
         dtype: of stored scales.
 
@@ -96,31 +113,29 @@ def choose_precisions(
     """
     probes = rows[:PROBE_ROWS, :PROBE_TOKENS]
     variants = Variants(source, probes)
-    energies: list[dict[WeightScheme, float]] = []
+    energies: list[tuple[Losses, float]] = []
     shapes: list[tuple[int, ...]] = []
     names: list[tuple[str, ...]] = []
     for index in range(len(source.spec.layers)):
         block = variants.block(index)
-        names += source.family.names.linears(index)
         moments = variants.observe(block)
-        for linear, seen in zip(block.linears(), moments, strict=True):
-            whole = linear.weight
-            shapes.append(tuple(whole.shape))
-            lost: dict[WeightScheme, float] = {}
-            for candidate in _candidates(scheme, whole.shape[1]):
-                rounded = rtn.quantize(whole, candidate, dtype).dequantize()
-                lost[candidate] = output_energy(whole - rounded, seen.hessian)
-                if candidate == _fitted(scheme, whole.shape[1]):
-                    linear.weight = rounded
-            if lost:
-                variants.branch(block)
-            linear.weight = whole
-            energies.append(lost)
+        stored = source.family.names.linears(index)
+        for linear, seen, parts in zip(block.linears(), moments, stored, strict=True):
+            for together, where in _parts(source, parts, scheme):
+                part = linear.weight[where].clone()
+                names.append(together)
+                shapes.append(tuple(part.shape))
+                probe, lost = _losses(part, seen.hessian, scheme, bits_per_weight, dtype)
+                if lost:
+                    linear.weight[where] = probe
+                    variants.branch(block)
+                    linear.weight[where] = part
+                energies.append((lost, output_energy(part - probe, seen.hessian)))
         variants.advance(block)
     measured = iter(variants.divergences())
     choices = [
-        list(_choices(shape, lost, scheme, measured))
-        for shape, lost in zip(shapes, energies, strict=True)
+        list(_choices(shape, lost, probed, measured))
+        for shape, (lost, probed) in zip(shapes, energies, strict=True)
     ]
     picked = spend(choices, bits_per_weight)
     return {
@@ -138,7 +153,7 @@ class Choice:
         loss: expected KL divergence in nats per token.
     """
 
-    scheme: WeightScheme | None
+    scheme: Scheme | None
     size: float
     loss: float
 
@@ -174,6 +189,43 @@ def spend(choices: Sequence[Sequence[Choice]], bits_per_weight: float) -> list[C
         picked[at] = choice
 
 
+def _parts(
+    source: ModelSource, names: tuple[str, ...], scheme: Scheme
+) -> Iterator[tuple[tuple[str, ...], slice]]:
+    """Yield the rows of a linear that get one scheme: all, or each weight of a trellis."""
+    ends = list(accumulate(source.weights.shape(name)[0] for name in names))
+    if not isinstance(scheme, TrellisScheme):
+        yield names, slice(0, ends[-1])
+        return
+    for name, start, end in zip(names, (0, *ends), ends, strict=False):
+        yield (name,), slice(start, end)
+
+
+def _losses(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, bits_per_weight: float, dtype: torch.dtype
+) -> tuple[Tensor, Losses]:
+    """Return a rounded weight, and the energy of errors of each scheme that fits; none if none."""
+    width = weight.shape[1]
+    if isinstance(scheme, TrellisScheme):
+        if scheme.fit(width)[0] is None:
+            return weight, {}
+        bits = 3 if bits_per_weight < FINE_PROBE_BITS else 4
+        probe = rtn.quantize(weight, WeightScheme(bits, 64), dtype).dequantize()
+        energy = trellis.error_energy(weight, hessian)
+        return probe, {TrellisScheme(n): energy * trellis.MEAN_ERRORS[n] for n in BITS}
+    fitted = _fitted(scheme, width)
+    if fitted is None:
+        return weight, {}
+    lost: Losses = {}
+    probe = weight
+    for candidate in _candidates(scheme, width):
+        rounded = rtn.quantize(weight, candidate, dtype).dequantize()
+        lost[candidate] = output_energy(weight - rounded, hessian)
+        if candidate == fitted:
+            probe = rounded
+    return probe, lost
+
+
 def _fitted(scheme: WeightScheme, in_features: int) -> WeightScheme | None:
     return scheme.fit(in_features)[0]
 
@@ -186,24 +238,21 @@ def _candidates(scheme: WeightScheme, in_features: int) -> list[WeightScheme]:
 
 
 def _choices(
-    shape: tuple[int, ...],
-    lost: Mapping[WeightScheme, float],
-    scheme: WeightScheme,
-    measured: Iterator[float],
+    shape: tuple[int, ...], lost: Losses, probed: float, measured: Iterator[float]
 ) -> Iterator[Choice]:
+    """Yield a linear's choices; `probed` is the energy of the error that was measured."""
     count = shape[0] * shape[1]
     yield Choice(None, DENSE_BITS * count, 0.0)
-    probe = _fitted(scheme, shape[1])
-    if probe is None:
+    if not lost:
         return
     divergence = next(measured)
     for candidate, energy in lost.items():
-        share = energy / max(lost[probe], 1e-30)
+        share = energy / max(probed, 1e-30)
         yield Choice(candidate, _bits(candidate, shape[1]) * count, divergence * share)
 
 
-def _bits(scheme: WeightScheme | None, in_features: int) -> float:
-    if scheme is None:
-        return DENSE_BITS
+def _bits(scheme: Scheme, in_features: int) -> float:
+    if isinstance(scheme, TrellisScheme):
+        return scheme.bits + 16 / in_features
     zero_point = 0 if scheme.symmetric else scheme.bits
     return scheme.bits + (16 + zero_point) / (scheme.group_size or in_features)

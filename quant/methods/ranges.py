@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.quant.formats.scheme import SuperBlockScheme
+from appliance.quant.formats.ggml_forms import BlockScheme
+from appliance.quant.formats.scheme import Fp4Scheme
 from appliance.quant.methods import rtn
-from appliance.quant.methods.super_blocks import SuperBlockGrid, beside, choose_super_blocks
+from appliance.quant.methods.block_grids import BlockGrid, beside, choose_blocks
+from appliance.quant.methods.fp4_grids import Fp4Grid, choose_floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +43,11 @@ class CodeGrid:
     scheme: WeightScheme
     dtype: torch.dtype
 
+    @property
+    def minimum(self) -> Tensor:
+        """The weight of code 0, (out_features, groups) float32."""
+        return -self.zero_point * self.scale
+
     def codes(self, weight: Tensor, group: int | None = None) -> Tensor:
         """Return the nearest codes, float32, of columns (out_features, n) of one group.
 
@@ -67,10 +74,15 @@ def choose_grid(
     *,
     importance: Tensor | None = None,
     shares: tuple[float, ...] = WHOLE,
-) -> CodeGrid | SuperBlockGrid:
-    """Choose every group's grid in the form that the scheme stores; see `choose_steps`."""
-    if isinstance(scheme, SuperBlockScheme):
-        return choose_super_blocks(weight, scheme, importance=importance, shares=shares)
+) -> CodeGrid | BlockGrid | Fp4Grid:
+    """Choose every group's grid in the form that the scheme stores; see `choose_steps`.
+
+    Blocks of GGML's types and floats have shares of their own to try, unless `shares` is one alone.
+    """
+    if isinstance(scheme, Fp4Scheme):
+        return choose_floats(weight, scheme, importance=importance, is_searched=len(shares) > 1)
+    if isinstance(scheme, BlockScheme):
+        return choose_blocks(weight, scheme, importance=importance, is_searched=len(shares) > 1)
     return choose_steps(weight, scheme, dtype, importance=importance, shares=shares)
 
 

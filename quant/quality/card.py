@@ -18,7 +18,9 @@ from appliance.model_files.gguf_names import parts_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)  # cards of schema 1 have no kinds of text and no tool calls
+BY_TOKEN = 1  # the last schema whose standard errors are over tokens, not over windows
 SAMPLE_BYTES = 1 << 16  # from each end of a weight file
 JSON_NAME = "quality.json"
 MARKDOWN_NAME = "QUALITY.md"
@@ -155,6 +157,41 @@ class KVRow:
 
 
 @dataclass(frozen=True, slots=True)
+class KindRow:
+    """The candidate on one more kind of held-out text, compared with its base.
+
+    Attributes:
+        windows: number of passages.
+    """
+
+    kind: str
+    windows: int
+    comparison: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """Questions with tools, answered greedily by base and candidate.
+
+    A right answer calls the right tool with JSON that its schema allows.
+
+    Attributes:
+        asked: number of questions; 0 if none could be asked.
+        in_template: the model's template lists tools; else a system message does.
+        base_right: right answers of the base.
+        same: answers of the candidate that call the same tool with the same arguments as the base.
+        reason: why none were asked; "" if they were.
+    """
+
+    asked: int
+    in_template: bool = False
+    base_right: int = 0
+    right: int = 0
+    same: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """Another stored form of the same base, measured on the same text or read from its card."""
 
@@ -222,6 +259,12 @@ class Card:
     """All measurements of one checkpoint.
 
     Without a base it has no comparison, histogram or layer errors.
+
+    Attributes:
+        prompt_int8: the candidate with inputs rounded to int8, as `--prompt-int8` does it for
+            prompts, compared with itself; None without weights that allow it.
+        kinds: further kinds of text.
+        calls: None if it was not asked to call tools.
     """
 
     created: str  # ISO 8601, UTC
@@ -239,6 +282,9 @@ class Card:
     quantize: QuantizeFacts | None = None
     tasks: tuple[TaskScore, ...] = ()
     notes: tuple[str, ...] = ()
+    prompt_int8: Comparison | None = None
+    kinds: tuple[KindRow, ...] = ()
+    calls: ToolCalls | None = None
     schema: int = SCHEMA
 
     def line(self) -> str:
@@ -284,7 +330,7 @@ def read_card(path: Path) -> Card | None:
     again = "make it again with: appliance evaluate MODEL --against BASE"
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
-        if schema != SCHEMA:
+        if schema not in READABLE:
             raise CheckpointError(f"{path} is a card of schema {schema}, not {SCHEMA}; {again}")
         return msgspec.json.decode(content, type=Card)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

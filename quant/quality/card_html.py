@@ -64,6 +64,7 @@ def to_html(card: Card) -> str:
         f'<p class="soft">{escape(_subtitle(card))}</p>',
         _tiles(card),
         *_plots(card),
+        *_kinds(card),
         *_kv(card),
         *_tasks(card),
         _section("All measures", _table((), card_rows.measures(card), "facts")),
@@ -142,21 +143,36 @@ def _plots(card: Card) -> list[str]:
     return sections
 
 
+def _kinds(card: Card) -> list[str]:
+    if not card.kinds:
+        return []
+    klds = [row.comparison.kld_mean.value for row in card.kinds]
+    rows = list(map(card_rows.kind_row, card.kinds))
+    table = _bars(card_rows.KINDS_HEADER, rows, klds)
+    said = f'<p class="soft">{escape(card_rows.KINDS_IN_WORDS)}</p>'
+    return [_section("By kind of text", said + table)]
+
+
 def _kv(card: Card) -> list[str]:
     if not card.kv:
         return []
-    highest = max(row.comparison.kld_mean.value for row in card.kv) or 1.0
-    rows = []
-    for row in card.kv:
-        first, *others = map(escape, card_rows.kv_row(row))
-        width = 100 * row.comparison.kld_mean.value / highest
-        bar = f'<div class="track"><i style="width:{width:.1f}%"></i></div>'
-        cells = "".join(f"<td>{cell}</td>" for cell in others)
-        rows.append(f"<tr><td>{first}{bar}</td>{cells}</tr>")
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in card_rows.KV_HEADER)
-    table = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>'
+    klds = [row.comparison.kld_mean.value for row in card.kv]
+    table = _bars(card_rows.KV_HEADER, list(map(card_rows.kv_row, card.kv)), klds)
     said = f'<p class="soft">{escape(card_rows.kv_in_words(card))}</p>'
     return [_section("By KV cache", said + table)]
+
+
+def _bars(header: Sequence[str], rows: Sequence[Sequence[str]], values: Sequence[float]) -> str:
+    """Draw a table of numbers with a bar for each row's value."""
+    highest = max(values) or 1.0
+    lines = []
+    for row, value in zip(rows, values, strict=True):
+        first, *others = map(escape, row)
+        bar = f'<div class="track"><i style="width:{100 * value / highest:.1f}%"></i></div>'
+        cells = "".join(f"<td>{cell}</td>" for cell in others)
+        lines.append(f"<tr><td>{first}{bar}</td>{cells}</tr>")
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    return f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(lines)}</table></div>'
 
 
 def _tasks(card: Card) -> list[str]:

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.quant.quality.card import BY_TOKEN
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.quant.quality.card import Alternative, Card, Figure, KVRow, TaskScore
+    from appliance.quant.quality.card import (
+        Alternative,
+        Card,
+        Comparison,
+        Figure,
+        KindRow,
+        KVRow,
+        TaskScore,
+        ToolCalls,
+    )
 
 Row = tuple[str, ...]
+KINDS_IN_WORDS = (
+    "Passages of other kinds, against the base; none of them is in the calibration text. Of a chat"
+    " the last answer counts, of tool calls the call that the question asks for, both in the"
+    " model's own template."
+)
+KINDS_HEADER = ("kind of text", "passages", "mean KLD", "same top", "perplexity ratio", "tokens")
 KV_HEADER = ("KV cache", "bits per value", "mean KLD", "p99 KLD", "same top", "perplexity ratio")
 TASKS_HEADER = ("task", "metric", "score", "questions")
 ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "perplexity")
@@ -18,8 +35,9 @@ ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "
 def measures(card: Card) -> list[Row]:
     rows: list[Row] = [("perplexity", figure(card.perplexity, 3))]
     found = card.comparison
+    rounded = [] if card.prompt_int8 is None else [_rounded_inputs(card.prompt_int8)]
     if found is None:
-        return rows
+        return [*rows, *rounded]
     return [
         *rows,
         ("perplexity of the base", figure(found.base_perplexity, 3)),
@@ -36,7 +54,29 @@ def measures(card: Card) -> list[Row]:
         ),
         ("RMS change of it", figure(found.rms_change_percent, 3) + " %"),
         ("tokens compared", f"{found.places:,}"),
+        *rounded,
+        *([] if card.calls is None else [("tool calls", calls_in_words(card.calls))]),
     ]
+
+
+def _rounded_inputs(found: Comparison) -> Row:
+    top = figure(found.same_top_percent, 2)
+    said = f"mean KLD {figure(found.kld_mean, 5)}, same top {top} %, {found.places:,} tokens"
+    return "prompts in int8, against its own", said
+
+
+def calls_in_words(calls: ToolCalls) -> str:
+    """Compare the right tool calls of base and checkpoint, or say why there are none."""
+    if not calls.asked:
+        return f"not asked for: {calls.reason}"
+    said = (
+        f"{calls.base_right} of {calls.asked} right before and {calls.right} after,"
+        f" {calls.same} the same in both"
+    )
+    if not calls.base_right:
+        said = f"the base gets none of {calls.asked} right, so nothing can be lost; after"
+        said += f" {calls.right}"
+    return said + ("" if calls.in_template else "; the chat template lists no tools")
 
 
 def to_markdown(card: Card) -> str:
@@ -44,9 +84,13 @@ def to_markdown(card: Card) -> str:
     against = "" if card.base is None else f", beside {card.base.name}"
     sections.append(
         f"Measured on held-out text{against}: dequantized weights, float32 arithmetic."
-        " KL divergence in nats, base first; \u00b1 is one standard error."
+        " KL divergence in nats, base first; \u00b1 is one standard error over"
+        f" {errors_over(card)}."
     )
     sections.append(_table(("measure", "value"), measures(card)))
+    if card.kinds:
+        rows = list(map(kind_row, card.kinds))
+        sections += ["## Kinds of text", KINDS_IN_WORDS, _table(KINDS_HEADER, rows)]
     if rows := alternatives(card):
         sections += ["## Size against quality", _table(ALTERNATIVES_HEADER, rows)]
     if card.kv:
@@ -128,6 +172,24 @@ def facts(card: Card) -> list[Row]:
         ("card", f"{card.created}, appliance {card.version}, schema {card.schema}"),
     ]
     return rows
+
+
+def kind_row(row: KindRow) -> Row:
+    """Format a row under `KINDS_HEADER`."""
+    found = row.comparison
+    return (
+        row.kind,
+        f"{row.windows}",
+        figure(found.kld_mean, 4),
+        figure(found.same_top_percent, 1) + " %",
+        f"{found.perplexity_ratio.value:.4f}",
+        f"{found.places:,}",
+    )
+
+
+def errors_over(card: Card) -> str:
+    """Name the samples of a card's standard errors."""
+    return "tokens" if card.schema <= BY_TOKEN else "windows of text"
 
 
 def kv_row(row: KVRow) -> Row:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.errors import QuantizeError
+from appliance.errors import MemoryPlanError, QuantizeError
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.int8_matmul.reference import group_size_of
 from appliance.model.executor import heads_of
 from appliance.model.layer_weights import ExpertsWeights
 from appliance.model.reader import ModelReader
@@ -27,6 +28,7 @@ from appliance.quant.quality.card import (
     Alternative,
     Card,
     Cost,
+    KindRow,
     KVRow,
     ModelFacts,
     TextFacts,
@@ -35,11 +37,19 @@ from appliance.quant.quality.card import (
 from appliance.quant.quality.facts import PeakMemory, facts_of, facts_of_run, quantizes_inputs
 from appliance.quant.quality.kv_caches import KV_FORMATS, bytes_per_token, caches_of
 from appliance.quant.quality.predict import PredictionPass
-from appliance.quant.quality.streams import BASE, CANDIDATE, ROUNDED, ModelVariant, Streams
+from appliance.quant.quality.streams import (
+    BASE,
+    CANDIDATE,
+    PROMPT_INT8,
+    ROUNDED,
+    ModelVariant,
+    Streams,
+)
+from appliance.quant.quality.tool_calls import compare_calls
 from appliance.quant.quality.weight_sets import RoundedWeights, StoredWeights, scheme_of
 from appliance.quant.run.evaluation_memory import EvaluationMemory
 from appliance.quant.run.memory import MemoryUse
-from appliance.quant.text.held_out import HeldOutText
+from appliance.quant.text.held_out import HeldOutText, windows_of_kinds
 from appliance.quant.walk.places import check_walked
 from appliance.runtime import release_unused
 from appliance.tokenizer import Tokenizer
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from appliance.kernels.cache.kv_format import LayerPrecision
+    from appliance.model.linear import LinearPart
     from appliance.model.source import ModelSource
     from appliance.quant.quality.card import Comparison, LayerError, QuantizeFacts
     from appliance.quant.quality.kv_caches import Caches
@@ -66,6 +77,8 @@ class CardOptions:
     Attributes:
         kv_tokens: most tokens to measure KV caches on.
         rounding: also measure rounding to nearest, if the weights are packed.
+        kinds: also measure the packaged passages, beside a base; see `windows_of_kinds`.
+        calls: also let both models call tools; see `tool_calls`.
         compare: folders whose cards are shown as alternatives.
         max_ram: limit of the process's memory in bytes; None takes what is free.
     """
@@ -74,6 +87,8 @@ class CardOptions:
     kv: tuple[KVFormat, ...] = KV_FORMATS
     kv_tokens: int = KV_TOKENS
     rounding: bool = True
+    kinds: bool = True
+    calls: bool = True
     compare: tuple[Path, ...] = ()
     max_ram: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -132,12 +147,28 @@ def make_card(
         rounded=options.rounding and original is not None and _can_be_rounded(candidate, run),
         kv=caches,
         kv_windows=min(len(windows.tokens), max(1, options.kv_tokens // windows.length)),
+        int8_group=_int8_group(candidate),
         folder=model.parent if _is_writable(model.parent) else None,
         max_ram=options.max_ram,
         device=options.device,
     )
     compared = compared_cards(options.compare, windows)  # fails before the work
     found = evaluate(candidate, windows, what, on_progress)
+    kinds: tuple[KindRow, ...] = ()
+    if options.kinds and original is not None:
+        of_kinds = windows_of_kinds(tokenizer, windows.length)
+        release_unused()
+        try:
+            if of_kinds.kinds:
+                kinds = kinds_of(candidate, of_kinds, what, on_progress)
+        except MemoryPlanError as error:
+            notes.append(f"further kinds of text were not measured: {error}")
+    calls = None
+    if options.calls and original is not None:
+        if on_progress is not None:
+            on_progress("calling tools", 0, 1)
+        device, most = options.device.type, options.max_ram
+        calls = compare_calls(model, original.path, tokenizer, device=device, max_ram=most)
     facts = facts_of(candidate)
     card = Card(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -159,6 +190,9 @@ def make_card(
         alternatives=(*rounded_alternative(found, facts), *compared),
         quantize=run,
         notes=tuple(notes),
+        prompt_int8=None if found.prompt_int8 is None else found.prompt_int8.summary(),
+        kinds=kinds,
+        calls=calls,
         cost=Cost(0, 0, 0, 0, ""),
     )
     ram, vram = memory.peaks()
@@ -166,6 +200,31 @@ def make_card(
         time.monotonic() - started, _cpu_seconds() - cpu_started, ram, vram, options.device.type
     )
     return replace(card, cost=cost)
+
+
+def kinds_of(
+    candidate: ModelSource,
+    windows: Windows,
+    what: EvaluationOptions,
+    on_progress: OnProgress | None = None,
+) -> tuple[KindRow, ...]:
+    """Compare a checkpoint with its base on windows of several kinds."""
+    report = on_progress or (lambda stage, done, total: None)
+    only = replace(what, rounded=False, kv={}, int8_group=None)
+    against = evaluate(
+        candidate,
+        windows,
+        only,
+        lambda stage, done, total: report(f"{stage}, further kinds of text", done, total),
+    ).against
+    assert against is not None, "there is a base"
+    places = {
+        kind: [index for index, one in enumerate(windows.kinds) if one == kind]
+        for kind in windows.kinds
+    }
+    return tuple(
+        KindRow(kind, len(where), against.part(where).summary()) for kind, where in places.items()
+    )
 
 
 def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_path: Path) -> None:
@@ -222,12 +281,22 @@ def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
     """Return True if rounding differs from the run's method and supports the scheme."""
     if run is not None and run.method == "rtn":
         return False
+    return any(scheme_of(part.weight) is not None for part in _first_linears(candidate))
+
+
+def _int8_group(candidate: ModelSource) -> int | None:
+    """Return the longest group of the 4-bit linears of the first layer, which loses most."""
+    found = [group_size_of(part.weight) for part in _first_linears(candidate)]
+    return max((size for size in found if size is not None), default=None)
+
+
+def _first_linears(candidate: ModelSource) -> list[LinearPart]:
+    """Return the linears of the first layer, of experts those of the first."""
     reader = ModelReader(candidate, torch.device("cpu"), torch.float32)
     layer = reader.layer(0)
     mlp = layer.mlp.expert(0) if isinstance(layer.mlp, ExpertsWeights) else layer.mlp
     mixed = [] if layer.mixer is None else [*layer.mixer.inputs, layer.mixer.output]
-    parts = mixed if mlp is None else [*mixed, *mlp.gate_up, mlp.down]
-    return any(scheme_of(part.weight) is not None for part in parts)
+    return mixed if mlp is None else [*mixed, *mlp.gate_up, mlp.down]
 
 
 def _was_calibrated_with(run: QuantizeFacts, windows: Windows) -> bool:
@@ -265,7 +334,8 @@ class EvaluationOptions:
         base: the model the candidate was made from; None measures only perplexity and KV caches.
         rounded: also measure the base rounded to nearest in the candidate's scheme.
         kv: a precision per layer for each cache, by name; see `kv_caches.caches_of`.
-        kv_windows: number of windows to measure caches on; None is all.
+        kv_windows: number of windows to measure caches and int8 on; None is all.
+        int8_group: inputs that share a scale, to measure them rounded to int8 too; see `Card`.
         folder: for files of residual streams; None is the system's temporary folder.
         max_ram: limit of the process's memory in bytes; None takes what is free.
     """
@@ -274,6 +344,7 @@ class EvaluationOptions:
     rounded: bool = True
     kv: Mapping[str, tuple[LayerPrecision, ...]] = field(default_factory=dict)
     kv_windows: int | None = None
+    int8_group: int | None = None
     folder: Path | None = None
     max_ram: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -289,6 +360,7 @@ class Evaluation:
         rounded: divergence of the rounded base from the base.
         layers: errors of the candidate's layers against the base's.
         kv: divergence of each cache, by name.
+        prompt_int8: divergence of rounded inputs.
     """
 
     candidate: Losses
@@ -296,6 +368,7 @@ class Evaluation:
     rounded: Divergence | None
     layers: tuple[LayerError, ...]
     kv: dict[str, Divergence]
+    prompt_int8: Divergence | None = None
 
 
 @torch.inference_mode()
@@ -352,6 +425,7 @@ def evaluate(
         rounded=found.gaps.get(ROUNDED),
         layers=tuple(layers),
         kv={name: found.gaps[name] for name in what.kv},
+        prompt_int8=found.gaps.get(PROMPT_INT8),
     )
 
 
@@ -370,7 +444,7 @@ def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
 
 
 def _variants(candidate: ModelSource, what: EvaluationOptions) -> list[ModelVariant]:
-    """List the variants to run: the base first, KV caches last."""
+    """List the variants to run: the base first, KV caches and rounded inputs last."""
     stored = StoredWeights(candidate, what.device)
     variants: list[ModelVariant] = []
     if what.base is not None:
@@ -382,4 +456,10 @@ def _variants(candidate: ModelSource, what: EvaluationOptions) -> list[ModelVari
     variants.append(ModelVariant(CANDIDATE, stored, is_traced=what.base is not None))
     for name, cache in what.kv.items():
         variants.append(ModelVariant(name, stored, cache, what.kv_windows))
+    if what.int8_group is not None:
+        variants.append(
+            ModelVariant(
+                PROMPT_INT8, stored, num_windows=what.kv_windows, int8_group=what.int8_group
+            )
+        )
     return variants

@@ -14,6 +14,8 @@ import torch
 from appliance.quant.quality.card import Comparison, Figure, Histogram
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
 
 
@@ -32,6 +34,9 @@ class Places:
 
     true_log_probs: Tensor
     top: Tensor
+
+    def part(self, where: slice) -> Places:
+        return Places(self.true_log_probs[where], self.top[where])
 
 
 class Prediction:
@@ -99,28 +104,29 @@ class Gap:
 
 
 class Losses:
-    """Collects each token's negative log likelihood."""
+    """Collects each token's negative log likelihood, window by window."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self.windows: list[Tensor] = []  # nats, (num_places,) float64 each
 
     def add(self, places: Places) -> None:
-        self._parts.append(-places.true_log_probs.cpu())
+        """Add the places of one window."""
+        self.windows.append(-places.true_log_probs.cpu())
 
     @property
     def values(self) -> Tensor:
-        """Nats, (num_places,) float64."""
-        return torch.cat(self._parts)
+        """Nats of all windows, (num_places,) float64."""
+        return torch.cat(self.windows)
 
     def perplexity(self) -> Figure:
         """Return exp of the mean loss, with the mean's standard error propagated."""
-        mean, error = _mean(self.values)
+        mean, error = _mean(self.windows)
         value = math.exp(mean)
         return Figure(value, value * error)
 
 
 class Divergence:
-    """Collects a candidate's divergence from its base."""
+    """Collects a candidate's divergence from its base, window by window."""
 
     def __init__(self) -> None:
         self._base = Losses()
@@ -129,11 +135,21 @@ class Divergence:
         self._same_top: list[Tensor] = []
 
     def add(self, base: Places, candidate: Places, klds: Tensor) -> None:
-        """Add tokens with their KL(base || candidate) in nats."""
+        """Add the tokens of one window with their KL(base || candidate) in nats."""
         self._base.add(base)
         self._candidate.add(candidate)
         self._klds.append(klds.cpu())
         self._same_top.append((base.top == candidate.top).double().cpu())
+
+    def part(self, windows: Iterable[int]) -> Divergence:
+        """Return the divergence over some of the windows, by the order in which they came."""
+        found = Divergence()
+        for index in windows:
+            found._base.windows.append(self._base.windows[index])
+            found._candidate.windows.append(self._candidate.windows[index])
+            found._klds.append(self._klds[index])
+            found._same_top.append(self._same_top[index])
+        return found
 
     @property
     def klds(self) -> Tensor:
@@ -141,16 +157,16 @@ class Divergence:
         return torch.cat(self._klds)
 
     def summary(self) -> Comparison:
-        base, candidate = self._base.values, self._candidate.values
-        log_ratio, log_ratio_error = _mean(candidate - base)
+        pairs = list(zip(self._base.windows, self._candidate.windows, strict=True))
+        log_ratio, log_ratio_error = _mean([candidate - base for base, candidate in pairs])
         ratio = math.exp(log_ratio)
         klds = self.klds
-        kld, kld_error = _mean(klds)
+        kld, kld_error = _mean(self._klds)
         median, p99, p999 = torch.quantile(klds, klds.new_tensor([0.5, 0.99, 0.999])).tolist()
-        same_top, same_top_error = _mean(torch.cat(self._same_top))
-        change = (-candidate).exp() - (-base).exp()
-        mean_change, mean_change_error = _mean(change)
-        square, square_error = _mean(change.square())
+        same_top, same_top_error = _mean(self._same_top)
+        changes = [(-candidate).exp() - (-base).exp() for base, candidate in pairs]
+        mean_change, mean_change_error = _mean(changes)
+        square, square_error = _mean([change.square() for change in changes])
         rms = math.sqrt(square)
         return Comparison(
             places=len(klds),
@@ -177,8 +193,18 @@ class Divergence:
         return Histogram(edges, tuple(torch.bincount(bins, minlength=count).tolist()))
 
 
-def _mean(values: Tensor) -> tuple[float, float]:
-    """Return the mean and its standard error, as if tokens were independent."""
-    count = len(values)
-    spread = float(values.std()) if count > 1 else 0.0
-    return float(values.mean()), spread / math.sqrt(count)
+def _mean(windows: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the mean over all tokens and its standard error over windows.
+
+    Tokens of a window resemble each other, so windows are what is independent. Of a single window
+    the error is that over its tokens.
+    """
+    values = torch.cat(list(windows))
+    mean = float(values.mean())
+    if len(windows) == 1:
+        spread = float(values.std()) if len(values) > 1 else 0.0
+        return mean, spread / math.sqrt(len(values))
+    gaps = torch.stack([(window - mean).sum() for window in windows])
+    return mean, math.sqrt(len(windows) / (len(windows) - 1) * float(gaps.square().sum())) / len(
+        values
+    )

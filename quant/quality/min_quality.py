@@ -72,27 +72,55 @@ def parse_min_quality(text: str) -> tuple[Condition, ...]:
 
 
 def judge(
-    conditions: tuple[Condition, ...], card: Card | None, model: str, *, is_quantized: bool
+    conditions: tuple[Condition, ...],
+    card: Card | None,
+    model: str,
+    *,
+    is_quantized: bool,
+    prompt_int8: bool = False,
 ) -> list[QualityVerdict]:
     """Return a verdict per condition that a model fails.
 
     An unquantized model lost nothing and needs no card.
+
+    Args:
+        conditions: for its weights, and for what rounded inputs add.
+        card: of the model.
+        model: its name.
+        is_quantized: its weights have lost something.
+        prompt_int8: it is served with prompts in int8.
     """
     if card is None or card.comparison is None:
         if card is None and not is_quantized:
             return []
         lacks = "has no quality card" if card is None else "has a card without a base"
-        reason = f"{model} {lacks}; make one with: appliance evaluate MODEL --against BASE"
-        actions = {condition.action for condition in conditions}
-        action = Action.REFUSE if Action.REFUSE in actions else Action.WARN
-        return [QualityVerdict(action, reason)]
+        return [_unjudged(conditions, f"{model} {lacks}")]
+    verdicts = _verdicts(conditions, card.comparison, model)
+    if prompt_int8 and card.prompt_int8 is None:
+        lacks = "has a card without prompts in int8, which --prompt-int8 asks for"
+        verdicts.append(_unjudged(conditions, f"{model} {lacks}"))
+    elif prompt_int8 and card.prompt_int8 is not None:
+        verdicts += _verdicts(conditions, card.prompt_int8, f"{model} with prompts in int8")
+    return verdicts
+
+
+def _verdicts(
+    conditions: tuple[Condition, ...], comparison: Comparison, model: str
+) -> list[QualityVerdict]:
     verdicts = []
     for condition in conditions:
-        if not condition.is_met(card.comparison):
-            value = _FIGURES[condition.figure][1](card.comparison)
+        if not condition.is_met(comparison):
+            value = _FIGURES[condition.figure][1](comparison)
             reason = f"{model} has {condition.figure} {value:.4g}, asked for was {condition}"
             verdicts.append(QualityVerdict(condition.action, reason))
     return verdicts
+
+
+def _unjudged(conditions: tuple[Condition, ...], lacks: str) -> QualityVerdict:
+    actions = {condition.action for condition in conditions}
+    action = Action.REFUSE if Action.REFUSE in actions else Action.WARN
+    reason = f"{lacks}; make one with: appliance evaluate MODEL --against BASE"
+    return QualityVerdict(action, reason)
 
 
 def _condition(part: str, text: str) -> Condition:

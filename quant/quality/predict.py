@@ -120,9 +120,14 @@ class PredictionPass:
             for gap in gaps.values():
                 gap.add()
         places = {name: prediction.places() for name, prediction in predictions.items()}
-        found.losses.add(places[CANDIDATE])
-        for name, gap in gaps.items():
-            found.gaps[name].add(places[found.pairs[name]], places[name], gap.klds())
+        klds = {name: gap.klds() for name, gap in gaps.items()}
+        start = 0
+        for _, scored_places in scored:
+            window = slice(start, start := start + scored_places.stop - scored_places.start)
+            found.losses.add(places[CANDIDATE].part(window))
+            for name, values in klds.items():
+                of_base, of_variant = places[found.pairs[name]], places[name]
+                found.gaps[name].add(of_base.part(window), of_variant.part(window), values[window])
 
     def _norm(self, variant: ModelVariant) -> Norm:
         return self._heads[id(variant.weights)][2]

@@ -2,7 +2,7 @@
 
 Statements about other engines come from trials: transformers 5.24 with compressed-tensors 0.20
 loaded results of each form, and vLLM 0.11's own classes made the parameters for them; of gptqmodel,
-SGLang and TGI from their documents.
+SGLang and TGI, and of vLLM and 4-bit floats, from their documents and sources.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.model.expert_tensors import SeparatedExperts
 from appliance.model.tensors import Role
 from appliance.quant.formats.compressed_tensors_config import declared_weights
-from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.formats.scheme import Fp4Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,6 +40,7 @@ class Form(Enum):
 
     ALIKE = ("4 or 8 bits without zero points, FP8", True, True, "")
     ZERO_POINTS = ("4 or 8 bits with zero points, alike in all layers", True, True, "")
+    FLOATS = ("MXFP4 and NVFP4", True, True, "")
     SEVERAL = (
         "zero points in layers of several bits or group sizes",
         False, True, "--symmetric, or a --group-size that divides every width",
@@ -103,6 +104,7 @@ def forms_of(
     found = {
         Form.ALIKE: not has_zero_points,
         Form.ZERO_POINTS: has_zero_points,
+        Form.FLOATS: any(isinstance(scheme, Fp4Scheme) for scheme in quantized.values()),
         Form.THREE_BITS: any(scheme.bits == 3 for scheme in integers),
         Form.EMBEDDING: Role.EMBEDDING in roles,
         Form.HEAD: Role.HEAD in roles,
@@ -145,6 +147,8 @@ def readers_of(source: ModelSource) -> tuple[str, ...]:
             return (OURS, "vLLM", "SGLang", "TGI", "transformers with gptqmodel")
         case "awq":
             return (OURS, "vLLM", "SGLang", "TGI", "transformers with gptqmodel")
+        case "exl3":
+            return (OURS, "ExLlamaV3", "TabbyAPI")
         case "fp8":
             return (OURS, "vLLM", "SGLang", "transformers on a GPU of capability 8.9 or later")
     return (OURS,)

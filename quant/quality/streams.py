@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,13 @@ from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.cache.decoder_cache import allocate_layer
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.int8_matmul.reference import RoundingLinear
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layers import MLP
+from appliance.model.prompt_layers import with_linears
 from appliance.quant.quality.card import LayerError
 from appliance.quant.walk.row_layers import BLOCK_SIZE, RowSteps
 
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     from appliance.quant.quality.weight_sets import WeightSet
 
 FLOAT = torch.float32
-BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"  # names of variants
+# Names of variants.
+BASE, CANDIDATE, ROUNDED, PROMPT_INT8 = "base", "candidate", "rounded", "prompts in int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class ModelVariant:
         kv: precision of keys and values per layer; None is float32.
         num_windows: run on only the first so many windows; None is all.
         is_traced: compare its layers with the first variant's.
+        int8_group: inputs of linears that share a scale, rounded to int8 as those of
+            `model.prompt_layers` are; None leaves them as they are.
     """
 
     name: str
@@ -57,6 +63,7 @@ class ModelVariant:
     kv: tuple[LayerPrecision, ...] | None = None
     num_windows: int | None = None
     is_traced: bool = False
+    int8_group: int | None = None
 
 
 class TappedLinear:
@@ -128,8 +135,12 @@ class Streams:
             del loaded
             norm = layer.next_norm
             assert norm is not None, "refused before"
+            is_last = index == len(spec.layers) - 1
             for variant in self._of(weights):
-                error = self._run(variant, layer, norm, index)
+                own = layer
+                if variant.int8_group is not None and not is_last:
+                    own = with_linears(layer, partial(_rounding, variant.int8_group))
+                error = self._run(variant, own, norm, index)
                 if variant.is_traced:
                     errors[variant.name] = error
             del layer
@@ -264,6 +275,7 @@ def _with_every_cache(device: torch.device) -> Backend:
         allocate_cache=REFERENCE.allocate_cache,
         plan_attention=REFERENCE.plan_attention,
         paged_attention=REFERENCE.paged_attention,
+        write_latents=REFERENCE.write_latents,
         latent_attention=REFERENCE.latent_attention,
     )
 
@@ -275,6 +287,12 @@ def _tapping(backend: Backend) -> Backend:
         return TappedLinear(dense_linear(weight, bias, dtype))
 
     return replace(backend, prepare_linear=prepare)
+
+
+def _rounding(group_size: int, linear: object) -> TappedLinear | None:
+    if not isinstance(linear, TappedLinear):
+        return None
+    return TappedLinear(RoundingLinear(linear, group_size))
 
 
 def _result(linear: object) -> Tensor:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import MemoryPlanError, QuantizeError
-from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.model.tensors import Role
 from appliance.progress.quantize_events import RunPlanned, TensorClass
 from appliance.quant.methods.calibrated import quantize_layers
@@ -170,7 +169,7 @@ def _calibrate_largest(
     def keep(name: str, value: Weight) -> None:
         scheme = schemes[name]
         if scheme is not None:
-            assert not isinstance(value, torch.Tensor | Fp4Weight), name
+            assert not isinstance(value, torch.Tensor), name
             plan.store.encode(name, value, scheme)
 
     started = time.perf_counter()

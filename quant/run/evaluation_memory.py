@@ -13,6 +13,7 @@ from appliance.errors import MemoryPlanError
 from appliance.model.spec import AttentionSpec
 from appliance.quant.run.memory_plan import FLOAT_BYTES, MIB, RESERVE, ceiling_for, running_bytes
 from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.text.held_out import KIND_WINDOWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,9 @@ MOST_TOKENS = 2048  # tokens that pass through a layer together
 CARD_WINDOW = 512  # tokens per window of a run's card
 PLACES = 512  # tokens that are predicted together
 MOST_ENTRIES, LEAST_ENTRIES = 4096, 64  # vocabulary entries with logits at once
-KV_VARIANTS = 7  # caches on a card: each format, and the declared one
+OTHER_VARIANTS = 8  # on a card: each format of a cache, the declared one, and rounded inputs
+KIND_TOKENS = KIND_WINDOWS * 384  # of further kinds of text, filled up, with a usual vocabulary
+KIND_STREAMS = 4  # of further kinds of text: base, candidate, and the base's parts
 PROGRAM = 64 * MIB  # two tokenizers, the text, and code of the evaluation
 SCORES = 3  # copies of a window's attention scores
 
@@ -52,7 +55,7 @@ class EvaluationMemory:
         if not tokens:
             return None
         models = 2 + (options.method is not Method.RTN)  # and the model rounded to nearest
-        variants = models + KV_VARIANTS
+        variants = models + OTHER_VARIANTS
         window = min(CARD_WINDOW, tokens)
         return cls(source, window, tokens, models, variants, options.max_ram)
 
@@ -97,8 +100,9 @@ class EvaluationMemory:
     @property
     def stream_bytes(self) -> int:
         """Bytes of the mapped files of residual streams."""
-        hidden = self.source.spec.hidden_size
-        return (self.num_variants + 2) * self.num_tokens * hidden * FLOAT_BYTES
+        tokens = (self.num_variants + 2) * self.num_tokens
+        of_kinds = KIND_STREAMS * KIND_WINDOWS * self.window
+        return max(tokens, of_kinds) * self.source.spec.hidden_size * FLOAT_BYTES
 
     @property
     def head_bytes(self) -> int:

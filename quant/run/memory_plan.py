@@ -17,11 +17,13 @@ import psutil
 from appliance.errors import MemoryPlanError
 from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
 from appliance.model.tensors import layer_slots
+from appliance.quant.formats.scheme import TrellisScheme
 from appliance.quant.methods.sensitivity import HEAD_ROWS
 from appliance.quant.run.options import Method, QuantizeOptions
-from appliance.quant.walk.pieces import ROW_MULTIPLE
+from appliance.quant.walk.pieces import PIECE_ELEMENTS, ROW_MULTIPLE
 from appliance.quant.walk.places import is_plain
 from appliance.quant.walk.routed_rows import ROUTE_BYTES
+from appliance.quant.walk.slopes import ROW_TOKENS
 from appliance.quant.walk.walk import tokens_at_once
 
 if TYPE_CHECKING:
@@ -45,7 +47,10 @@ ROUND_PACKED = 3  # copies of a tensor's result: as pieces, as one, and as store
 # Copies of the linears' outputs for a token; of other mixers with chunks of states.
 ATTENTION_COPIES, MIXER_COPIES = 5, 8
 SCORE_COPIES = 3
-LINEARS = 4  # per layer; each has a variant when sensitivity is measured
+# The same of layers that slopes come back through, whose results are kept.
+SLOPE_COPIES, SLOPE_SCORES = 4, 6
+# Variants of a layer when sensitivity is measured: a linear each, or a weight of a trellis.
+LINEARS, LINEAR_PARTS = 4, 7
 END_BYTES = 12  # per number of embedding and head: in the page cache, as read, and in float32
 LOGITS = 4  # copies of a few tokens' logits
 # The allocators' reserve, small objects, and code of torch and MKL that a run is the first to map:
@@ -144,7 +149,8 @@ def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use:
         MemoryPlanError: the measurement does not fit.
     """
     spec = source.spec
-    streams = (1 + LINEARS * len(spec.layers)) * tokens * spec.hidden_size
+    variants = LINEAR_PARTS if isinstance(options.scheme, TrellisScheme) else LINEARS
+    streams = (1 + variants * len(spec.layers)) * tokens * spec.hidden_size
     head = spec.vocab_size * (spec.hidden_size * END_BYTES + LOGITS * HEAD_ROWS * FLOAT_BYTES)
     layer = layer_parts(source, replace(options, method=Method.AWQ), tokens, tokens)
     most = max(sum(layer.values()), head)
@@ -238,6 +244,10 @@ def _parts_of(
             method = max(method, square + AWQ_WEIGHTS * weight)
         if options.method.scales_inputs:
             method = max(method, sum(moments) + AWQ_WEIGHTS * weight)
+    if options.method.weighs_outputs:
+        scored = SLOPE_SCORES * attention.num_heads * min(row_tokens, ROW_TOKENS)
+        kept = ROW_TOKENS * (SLOPE_COPIES * widths + scored)
+        method = max(method, kept + 2 * PIECE_ELEMENTS)
     return {
         "layer": sum(rows * columns for rows, columns in linears) * FLOAT_BYTES,
         "activations": tokens * (widths + scores) * FLOAT_BYTES,

@@ -7,34 +7,45 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 from appliance.errors import ConfigError
 from appliance.kernels.gpu.obstacle import gpu_use
-from appliance.quant.formats.scheme import CHANNEL, Fp8Scheme, SuperBlockScheme, WeightScheme
+from appliance.quant.formats.ggml_forms import BlockScheme
+from appliance.quant.formats.scheme import (
+    CHANNEL,
+    Fp4Scheme,
+    Fp8Scheme,
+    TrellisScheme,
+    WeightScheme,
+)
+from appliance.quant.gguf.mixes import MIXES, mix_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from appliance.kernels.weights.fp4 import Fp4Weight
     from appliance.kernels.weights.fp8 import Fp8Weight
     from appliance.kernels.weights.ggml import GgmlWeight
     from appliance.kernels.weights.packed import PackedWeight
-    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
+    from appliance.kernels.weights.trellis import TrellisWeight
+    from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.text.calibration import CalibrationText
 
-    QuantizedWeight: TypeAlias = PackedWeight | Fp8Weight | GgmlWeight
+    QuantizedWeight: TypeAlias = PackedWeight | Fp8Weight | Fp4Weight | GgmlWeight | TrellisWeight
 
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 4 << 30
 # Options that do not change a run's result.
 RUN_ONLY = frozenset(
-    {"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens", "open"}
+    {"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens", "open", "reader"}
 )
 AnyChoice = TypeVar("AnyChoice", bound=Enum)
 BLOCK = "block"  # a group size of FP8
-GGUF_BITS = (4, 6, 8)
+# The usual type of GGUF files for as many bits.
+TYPE_OF_BITS = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +57,14 @@ class _Traits:
         needs_text: it chooses by the inputs of calibration text.
         scales_inputs: it scales inputs first (AWQ).
         makes_up: later columns correct rounding errors of earlier ones (GPTQ).
+        weighs_outputs: outputs share codes, by how much each of them matters.
     """
 
     file: str = ""
     needs_text: bool = False
     scales_inputs: bool = False
     makes_up: bool = False
+    weighs_outputs: bool = False
 
 
 class Method(Enum):
@@ -64,6 +77,9 @@ class Method(Enum):
     AWQ_GPTQ = "awq+gptq", _Traits("gptq", needs_text=True, scales_inputs=True, makes_up=True)
     FP8 = "fp8", _Traits("data_free")
     INT8 = "int8", _Traits("data_free")
+    MXFP4 = "mxfp4", _Traits("fp4", needs_text=True, makes_up=True)
+    NVFP4 = "nvfp4", _Traits("fp4", needs_text=True, makes_up=True)
+    TRELLIS = "trellis", _Traits("trellis", needs_text=True, makes_up=True, weighs_outputs=True)
 
     def __new__(cls, name: str, traits: _Traits = _Traits()) -> Self:
         method = object.__new__(cls)
@@ -95,6 +111,10 @@ class Method(Enum):
         return self.traits.makes_up
 
     @property
+    def weighs_outputs(self) -> bool:
+        return self.traits.weighs_outputs
+
+    @property
     def quantizer(self) -> Quantizer:
         """The function that chooses codes.
 
@@ -107,6 +127,9 @@ class Method(Enum):
             if found is not None:
                 return cast("Quantizer", found)
         raise NotImplementedError(f"--method {self.value} is named, but nothing quantizes by it")
+
+
+FP4_METHODS = (Method.MXFP4, Method.NVFP4)
 
 
 class Quantizer(Protocol):
@@ -138,11 +161,37 @@ class WeightFormat(Enum):
     AWQ = "awq"
     GPTQ = "gptq"
     GGUF = "gguf"
+    TRELLIS = "trellis"
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
         """Return the format of that name, or raise ConfigError."""
         return _named(cls, "format", name)
+
+
+class ResultReader(Enum):
+    """A program for which a result is made.
+
+    Members hold the name that `--for` takes and the formats that the program reads.
+    """
+
+    APPLIANCE = "appliance", tuple(WeightFormat)
+    LLAMA_CPP = "llama.cpp", (WeightFormat.GGUF,)
+    TRANSFORMERS = "transformers", (WeightFormat.COMPRESSED_TENSORS,)
+    VLLM = "vllm", (WeightFormat.COMPRESSED_TENSORS, WeightFormat.AWQ, WeightFormat.GPTQ)
+
+    def __new__(cls, name: str, formats: tuple[WeightFormat, ...]) -> Self:
+        reader = object.__new__(cls)
+        reader._value_ = name
+        reader.formats = formats
+        return reader
+
+    formats: tuple[WeightFormat, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> ResultReader:
+        """Return the reader of that name, or raise ConfigError."""
+        return _named(cls, "reader", name)
 
 
 class QuantizeLibrary(Enum):
@@ -181,7 +230,10 @@ class QuantizeOptions:
         max_shard_bytes: size at which a new safetensors file begins.
         kv_bits: mean bits per KV cache element, scales included, to choose each layer's precision
             by; None leaves the KV cache alone.
-        open: parts of `scheme`, "symmetric" and "group_size", that are chosen with an open method.
+        open: what is chosen with an open method: parts of `scheme`, "symmetric" and "group_size";
+            "format"; and "text" if none may be read.
+        file_type: of a GGUF file, a key of `MIXES`; `scheme` is its base. "" for folders.
+        reader: program that must read the result; None for any.
     """
 
     scheme: LinearScheme = field(default_factory=WeightScheme)
@@ -201,11 +253,21 @@ class QuantizeOptions:
     max_shard_bytes: int = MAX_SHARD_BYTES
     kv_bits: float | None = None
     open: frozenset[str] = frozenset()
+    file_type: str = ""
+    reader: ResultReader | None = None
+
+    @classmethod
+    def of_type(cls, name: str, **changes: Any) -> QuantizeOptions:
+        """Return options of a GGUF file; raises ConfigError for a type that is not in `MIXES`."""
+        mix = mix_of(name)
+        scheme = BlockScheme(mix.base)
+        return cls(scheme, format=WeightFormat.GGUF, file_type=mix.name, **changes)
 
     def __post_init__(self) -> None:
         if self.kv_bits is not None and not 1 <= self.kv_bits <= 16:
             raise ConfigError(f"--kv-bits {self.kv_bits:g} is not between 1 and 16")
         if self.format is WeightFormat.GGUF:
+            assert self.file_type in MIXES, self.file_type
             for flag, value in (("--kv-bits", self.kv_bits), ("--mixed", self.mixed)):
                 if value is not None:
                     raise ConfigError(
@@ -227,6 +289,8 @@ class QuantizeOptions:
     @property
     def form(self) -> str:
         """The weights' scheme, in words."""
+        if self.file_type:
+            return self.file_type
         mixed = "" if self.mixed is None else f", mixed to {self.mixed:g} bits on average"
         return f"{self.scheme}{mixed}"
 
@@ -255,12 +319,14 @@ class Asked:
     """Method and scheme that a command asks for.
 
     Attributes:
-        open: parts of the scheme that are chosen with an open method; see `QuantizeOptions`.
+        open: what is chosen with an open method; see `QuantizeOptions`.
+        file_type: of a GGUF file, a key of `MIXES`; "" for folders.
     """
 
     method: Method
     scheme: LinearScheme
     open: frozenset[str] = frozenset()
+    file_type: str = ""
 
 
 def read_asked(
@@ -270,6 +336,7 @@ def read_asked(
     *,
     symmetric: bool | None,
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS,
+    file_type: str | None = None,
 ) -> Asked:
     """Read a command's words; None takes the default, which a method of its own decides.
 
@@ -279,45 +346,95 @@ def read_asked(
     Raises:
         ConfigError: the options contradict each other.
     """
+    if (method is Method.TRELLIS) != (format is WeightFormat.TRELLIS):
+        raise ConfigError("--method trellis makes --format trellis, and nothing else does")
+    if format is WeightFormat.GGUF:
+        return _read_file_type(method, bits, group_size, symmetric, file_type)
+    if file_type is not None:
+        raise ConfigError(
+            f"--type {file_type} is of GGUF files; leave it or --format {format.value} out"
+        )
     if method is None and bits == 8:
         method = Method.INT8
     if method is not None:
-        usual = symmetric is not False
         return Asked(
-            method, choose_scheme(method, bits, group_size, symmetric=usual, format=format)
+            method, choose_scheme(method, bits, group_size, symmetric=symmetric is not False)
         )
-    method = Method.OPEN
     given = {"symmetric": symmetric, "group_size": group_size}
-    if symmetric is None:
-        symmetric = format is WeightFormat.GGUF and bits == 6
-    scheme = choose_scheme(method, bits, group_size, symmetric=symmetric, format=format)
-    return Asked(method, scheme, frozenset(name for name, value in given.items() if value is None))
+    scheme = choose_scheme(Method.OPEN, bits, group_size, symmetric=bool(symmetric))
+    left_open = frozenset(name for name, value in given.items() if value is None)
+    return Asked(Method.OPEN, scheme, left_open)
+
+
+def _read_file_type(
+    method: Method | None,
+    bits: int | None,
+    group_size: str | None,
+    symmetric: bool | None,
+    file_type: str | None,
+) -> Asked:
+    if method in (Method.FP8, *FP4_METHODS):
+        raise ConfigError(
+            f"--method {method.value} makes no codes of a GGUF type; use --method int8, or --bits"
+        )
+    flags = {
+        f"--group-size {group_size}": group_size is not None,
+        "--symmetric": symmetric is True,
+        "--no-symmetric": symmetric is False,
+        f"--bits {bits}": file_type is not None and bits is not None,
+    }
+    for flag in (flag for flag, is_given in flags.items() if is_given):
+        raise ConfigError(
+            f"a GGUF type has its own bits, groups and minima; leave {flag} out, and name a type"
+            " with --type"
+        )
+    usual = 8 if method is Method.INT8 else 4
+    if file_type is None and (file_type := TYPE_OF_BITS.get(bits or usual)) is None:
+        known = ", ".join(map(str, TYPE_OF_BITS))
+        raise ConfigError(f"--bits {bits} names no GGUF type; use {known}, or --type")
+    mix = mix_of(file_type)
+    if method is Method.INT8 and mix.base != "Q8_0":
+        raise ConfigError(f"--method int8 makes Q8_0; leave it or --type {mix.name} out")
+    if method is None:
+        method = Method.INT8 if mix.base == "Q8_0" else Method.OPEN
+    return Asked(method, BlockScheme(mix.base), frozenset(), mix.name)
 
 
 def choose_scheme(
-    method: Method,
-    bits: int | None,
-    group_size: str | None,
-    *,
-    symmetric: bool,
-    format: WeightFormat = WeightFormat.COMPRESSED_TENSORS,
+    method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
 ) -> LinearScheme:
-    """Choose a scheme; None takes the method's default.
+    """Choose a folder's scheme; None takes the method's default.
 
     Args:
         method: FP8 and INT8 have 8 bits, and one scale per output unless a group size is given.
-        bits: 3, 4 or 8; 4 by default. For GGUF 4, 6 or 8.
-        group_size: 32, 64, 128 or channel; for FP8, channel or block; 64 by default. A type of
-            GGUF has its own.
-        symmetric: no zero points; in GGUF, 4 bits with minima are Q4_K.
+        bits: 3, 4 or 8; 4 by default.
+        group_size: 32, 64, 128 or channel; for FP8, channel or block; 64 by default.
+        symmetric: no zero points.
 
     Raises:
         ConfigError: the options contradict each other.
     """
     if method in (Method.FP8, Method.INT8) and bits not in (None, 8):
         raise ConfigError(f"--method {method.value} has 8 bits; leave --bits {bits} out")
-    if format is WeightFormat.GGUF:
-        return _gguf_scheme(method, bits, group_size, symmetric=symmetric)
+    if method in FP4_METHODS:
+        scheme = Fp4Scheme(has_powers=method is Method.MXFP4)
+        flags = {
+            f"--bits {bits}": bits in (None, 4),
+            f"--group-size {group_size}": group_size in (None, str(scheme.group_size)),
+            "--no-symmetric": symmetric,
+        }
+        for flag in (flag for flag, is_its_own in flags.items() if not is_its_own):
+            raise ConfigError(
+                f"--method {method.value} has 4 bits in groups of {scheme.group_size} without zero"
+                f" points; leave {flag} out"
+            )
+        return scheme
+    if method is Method.TRELLIS:
+        if group_size is not None:
+            raise ConfigError(
+                f"--method trellis has a scale per output; leave --group-size {group_size} out"
+            )
+        return TrellisScheme(4 if bits is None else bits)
     if method is Method.FP8:
         word = (group_size or CHANNEL).strip().lower()
         if word not in (CHANNEL, BLOCK):
@@ -334,53 +451,29 @@ def choose_scheme(
     )
 
 
-def _gguf_scheme(
-    method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
-) -> GroupedScheme:
-    if method is Method.FP8:
-        raise ConfigError("--method fp8 makes no codes of a GGUF type; use --method int8")
-    if group_size is not None:
-        raise ConfigError(
-            f"--format gguf has groups of its own; leave --group-size {group_size} out"
-        )
-    chosen = 8 if method is Method.INT8 else 4 if bits is None else bits
-    if chosen not in GGUF_BITS:
-        raise ConfigError(f"--format gguf has 4, 6 or 8 bits; --bits {chosen} is none of them")
-    if chosen != 4 and not symmetric:
-        raise ConfigError("only 4 bits have minima in --format gguf; leave --no-symmetric out")
-    return gguf_scheme(chosen, symmetric=symmetric)
+def end_scheme(bits: int, layers: LinearScheme) -> LinearScheme | None:
+    """Return the scheme of an embedding or head; None for 16 bits.
 
-
-def gguf_scheme(bits: int, *, symmetric: bool) -> GroupedScheme:
-    """Return the scheme of a GGUF type: Q4_0, or Q4_K with minima, Q6_K or Q8_0.
-
-    Args:
-        bits: one of `GGUF_BITS`.
-        symmetric: of 4 bits, without minima.
-    """
-    if bits == 8:
-        return WeightScheme(8, 32)
-    if bits == 6:
-        return SuperBlockScheme("Q6_K")
-    return WeightScheme(4, 32) if symmetric else SuperBlockScheme("Q4_K")
-
-
-def end_scheme(bits: int, layers: LinearScheme, format: WeightFormat) -> GroupedScheme | None:
-    """Return the scheme of an embedding or head of 4 or 8 bits, or 6 in GGUF; None for 16.
-
-    Group size and symmetry are those of the layers, if they have any.
+    In a folder, group size and symmetry are those of the layers, if they have any; in a GGUF file
+    an end of as many bits as the layers has their type.
 
     Raises:
         ConfigError: the bits are not supported.
     """
     if bits == 16:
         return None
-    if format is WeightFormat.GGUF and bits in GGUF_BITS:
-        assert not isinstance(layers, Fp8Scheme), "no type of GGUF"
-        return gguf_scheme(bits, symmetric=bits != 4 or layers.symmetric)
+    if isinstance(layers, TrellisScheme):
+        return TrellisScheme(bits)
+    if isinstance(layers, BlockScheme):
+        if bits == layers.bits:
+            return layers
+        if bits not in TYPE_OF_BITS:
+            known = ", ".join(map(str, TYPE_OF_BITS))
+            raise ConfigError(f"a head of {bits} bits is no GGUF type; use {known} or 16")
+        return BlockScheme(MIXES[TYPE_OF_BITS[bits]].base)
     if bits not in (4, 8):
         raise ConfigError(
-            f"a head of {bits} bits is not supported; use 4, 8 or 16, or 6 with --format gguf"
+            f"a head of {bits} bits is not supported; use 4, 8 or 16, or --format gguf"
         )
     if isinstance(layers, WeightScheme):
         return replace(layers, bits=bits)

@@ -47,14 +47,19 @@ from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions, Weight
 from appliance.quant.run.progress import LAYER, EventLog, UnitLog
 from appliance.quant.run.refusals import check_space
 from appliance.quant.run.run import Journal, QuantizeRun, report_of
+from appliance.quant.run.run_time import measured_rate, run_time
 from appliance.quant.run.shard_writer import PlacedTensors, ShardWriter
 from appliance.quant.run.staging import StagingFolders, locked, model_of
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, save_rows
+from appliance.quant.walk.slopes import kept_mean_squares
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from torch import Tensor
 
     from appliance.progress.quantize_events import OnEvent, RunPlanned
     from appliance.quant.run.run import QuantizeReport
@@ -175,6 +180,8 @@ def _go_on(
 ) -> QuantizeReport:
     resumes = bool(journal.records)
     events = EventLog(staging.state, on_event)
+    if not resumes:
+        events(run_time(run.source, run.options, measured_rate(run.device)))
     calibration = calibration_of(run, staging.state, events, resumes=resumes)
     fingerprint = fingerprint_of(run.model_path, run.options, calibration, run.device)
     if resumes:
@@ -203,7 +210,11 @@ def _go_on(
             if calibration is not None:
                 save_rows(calibration, staging.state)
             journal.start(fingerprint)
-        _fill(run, staging, journal, units, calibration, events, memory.workers)
+        matters = {}
+        if run.options.method.weighs_outputs and calibration is not None:
+            events(StepStarted(what="finding which outputs matter most"))
+            matters = kept_mean_squares(run.source, calibration.rows, staging.state, run.device)
+        _fill(run, staging, journal, units, calibration, events, memory.workers, matters)
         _finish(run, staging.result, journal)
         journal.complete()
     report = report_of(run, model_of(staging.out, run.options.format), journal, calibration)
@@ -234,6 +245,7 @@ def _fill(
     calibration: Calibration | None,
     events: EventLog,
     workers: int,
+    matters: Mapping[str, Tensor],
 ) -> None:
     options, plan = run.options, run.plan
     finished = {record.unit for record in journal.records}
@@ -256,7 +268,7 @@ def _fill(
             if calibration is None or not options.method.needs_text:
                 writer.round(left, options.method)
             else:
-                writer.calibrate(left, options.method, calibration, staging.state / STREAM)
+                writer.calibrate(left, options.method, calibration, staging.state / STREAM, matters)
         except QuantizeError:
             journal.start({})  # the same number would come up again
             raise

@@ -14,9 +14,15 @@ from appliance.model.tensors import Role
 from appliance.model_files.gguf_names import parts_of
 from appliance.quant.formats.ggml_blocks import GGUFStore
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
-from appliance.quant.formats.store import CompressedTensorsStore, awq_writer, gptq_writer
+from appliance.quant.formats.store import (
+    CompressedTensorsStore,
+    TrellisStore,
+    awq_writer,
+    gptq_writer,
+)
+from appliance.quant.gguf.mixes import MIXES
 from appliance.quant.quality.readers import forms_of
-from appliance.quant.run.options import WeightFormat, end_scheme
+from appliance.quant.run.options import ResultReader, WeightFormat, end_scheme
 from appliance.quant.run.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
@@ -25,8 +31,9 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader
-    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
+    from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.formats.store import Weights, WeightStore
+    from appliance.quant.quality.readers import Form
     from appliance.quant.run.options import QuantizeOptions
 
 _WEIGHT = ".weight"
@@ -126,7 +133,7 @@ def make_plan(
     kept: list[str] = []
     for slot in slots:
         fitted: LinearScheme | None = None
-        wanted = (chosen or {}).get(slot.name, options.scheme) if slot.is_linear else None
+        wanted = _wanted(source, slot, options, chosen or {}) if slot.is_linear else None
         wanted = ends.get(slot.role, wanted)
         if wanted is not None:
             fitted, reason = wanted.fit(slot.shape[1])
@@ -143,7 +150,9 @@ def make_plan(
         counts = Counter("16 bits" if s is None else str(s) for s in map(found.get, chosen))
         notes += [f"{count} weights of {what}" for what, count in sorted(counts.items())]
     if options.format is WeightFormat.COMPRESSED_TENSORS:
-        notes += [form.note for form in forms_of(source, slots, found) if form.note]
+        forms = forms_of(source, slots, found)
+        _refuse_unread(options.reader, forms)
+        notes += [form.note for form in forms if form.note]
     store = choose_store(options.format, slots, found)
     tensors = [_planned(slot, found[slot.name], dtype, store) for slot in slots]
     if options.format is WeightFormat.GGUF:
@@ -152,6 +161,26 @@ def make_plan(
     tensors += [replace(_planned(slot, None, dtype, store), of_head=True) for slot in own]
     kept += [slot.name.removesuffix(_WEIGHT) for slot in own if len(slot.shape) == 2]
     return QuantizePlan(dtype, tuple(tensors), tuple(kept), (*notes, *note), store, head)
+
+
+def _refuse_unread(reader: ResultReader | None, forms: Sequence[Form]) -> None:
+    """Raise ConfigError if the program that must read the result does not."""
+    for form in forms:
+        able = {ResultReader.TRANSFORMERS: form.in_transformers, ResultReader.VLLM: form.in_vllm}
+        if reader is not None and not able.get(reader, True):
+            raise ConfigError(f"--for {reader.value}: {form.note}")
+
+
+def _wanted(
+    source: ModelSource,
+    slot: TensorSlot,
+    options: QuantizeOptions,
+    chosen: Mapping[str, LinearScheme | None],
+) -> LinearScheme | None:
+    """Return the scheme of a layer's linear weight, whose width may not allow it."""
+    if options.file_type:
+        return MIXES[options.file_type].scheme_of(slot, source.spec)
+    return chosen.get(slot.name, options.scheme)
 
 
 def head_tensors(
@@ -174,6 +203,8 @@ def choose_store(
     """Return a format's store for these schemes; raise ConfigError if it cannot hold them."""
     if format is WeightFormat.COMPRESSED_TENSORS:
         return CompressedTensorsStore()
+    if format is WeightFormat.TRELLIS:
+        return TrellisStore()
     if format is WeightFormat.GGUF:
         return GGUFStore.of(schemes)
     weights: Weights = {}
@@ -190,7 +221,7 @@ def choose_store(
     return awq_writer(weights) if format is WeightFormat.AWQ else gptq_writer(weights)
 
 
-def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, GroupedScheme]:
+def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, LinearScheme]:
     """Return the schemes of embedding and head, unless they stay in 16 bits.
 
     A tied matrix is stored as the embedding.
@@ -205,7 +236,7 @@ def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, Gro
         Role.EMBEDDING: options.head_bits if tied else options.embedding_bits,
         Role.HEAD: options.head_bits,
     }
-    asked = {role: end_scheme(n, options.scheme, options.format) for role, n in bits.items()}
+    asked = {role: end_scheme(n, options.scheme) for role, n in bits.items()}
     return {role: scheme for role, scheme in asked.items() if scheme is not None}
 
 

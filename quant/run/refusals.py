@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import QuantizeError
 from appliance.model_files.checkpoint import read_config
 from appliance.quant.walk.places import check_walked, is_plain
+from appliance.quant.walk.slopes import measured_rows, slope_bytes
 from appliance.quant.walk.walk import disk_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def check_space(run: QuantizeRun, staging: StagingFolders, calibration: Calibrat
     work = 0
     if calibration is not None:
         work = disk_bytes(run.source.spec, calibration.rows)
+        if run.options.method.weighs_outputs:
+            work = max(work, slope_bytes(run.source.spec, measured_rows(calibration.rows)))
     there = sum(path.stat().st_blocks * 512 for path in staging.folder.rglob("*"))
     free = shutil.disk_usage(staging.out.parent).free
     if result + work > there + free:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.quant.methods import data_free
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.adapter_factors import scales_as_facts
@@ -23,17 +22,14 @@ from appliance.quant.walk.pieces import WeightPieces, row_ranges
 from appliance.quant.walk.walk import Walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from appliance.kernels.weights.fp8 import Fp8Weight
-    from appliance.kernels.weights.ggml import GgmlWeight
-    from appliance.kernels.weights.packed import PackedWeight
     from appliance.kernels.weights.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
     from appliance.quant.methods.calibrated import QuantizedLayer
-    from appliance.quant.run.options import Method
+    from appliance.quant.run.options import Method, QuantizedWeight
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.run.progress import UnitLog
     from appliance.quant.run.shard_writer import PlacedTensors
@@ -90,12 +86,18 @@ class UnitWriter:
                 self._finish(unit, started)
 
     def calibrate(
-        self, units: list[WorkUnit], method: Method, calibration: Calibration, folder: Path
+        self,
+        units: list[WorkUnit],
+        method: Method,
+        calibration: Calibration,
+        folder: Path,
+        matters: Mapping[str, Tensor],
     ) -> None:
         """Quantize layer by layer with calibration rows; round the tensors outside the layers.
 
         Args:
             folder: for the residual stream; may hold that of an interrupted run.
+            matters: of the outputs of weights by name, see `quantize_layers`.
         """
         layers = {unit.layer: unit for unit in units if unit.layer is not None}
         if layers:
@@ -109,7 +111,14 @@ class UnitWriter:
             started = time.perf_counter()
             walk = Walk(self.source, calibration.rows, folder, self.device, first)
             for layer in quantize_layers(
-                self.source, walk, method, schemes, self.plan.dtype, keep, first=first
+                self.source,
+                walk,
+                method,
+                schemes,
+                self.plan.dtype,
+                keep,
+                first=first,
+                matters=matters,
             ):
                 self._finish(layers[layer.index], started, layer)
                 started = time.perf_counter()
@@ -137,7 +146,6 @@ class UnitWriter:
             self.shards.write(tensor.name, [value.to(layout.dtype).cpu()])
         else:
             assert tensor.scheme is not None, tensor.name
-            assert not isinstance(value, Fp4Weight), "nothing is quantized to this form"
             for name, stored in self.plan.store.encode(tensor.name, value, tensor.scheme).items():
                 self.shards.write(name, [stored.cpu()])
 
@@ -190,13 +198,13 @@ class Rounding:
         for rows in row_ranges(tensor.shape, self._piece):
             yield pieces.rows(rows).to(layout.dtype)
 
-    def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight | GgmlWeight:
+    def packed(self, tensor: PlannedTensor) -> QuantizedWeight:
         """Quantize a weight by its planned scheme."""
         scheme = tensor.scheme
         assert scheme is not None, tensor.name
         pieces = WeightPieces(self._weights, tensor.name)
 
-        def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight | GgmlWeight:
+        def quantize_rows(rows: slice) -> QuantizedWeight:
             piece = pieces.rows(rows).to(self._device)
             found = data_free.quantize(piece, scheme, self._method, self._plan.dtype)
             return found.to(torch.device("cpu"))

@@ -1,21 +1,13 @@
-"""Cuts calibration text into equal rows of tokens, in an order that a seed decides.
-
-By default the model writes most of the text; the rest is Python's help topics, prose and code of
-free licence in every installation. Every second topic is reserved for evaluation.
-"""
+"""Cuts calibration text into equal rows of tokens, in an order that a seed decides."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -24,12 +16,10 @@ from appliance.errors import QuantizeError
 from appliance.files import replace_atomically
 from appliance.quant.text.documents import (
     DATASET_PREFIX,
-    default_documents,
     documents_at,
     documents_of_dataset,
     sample,
 )
-from appliance.runtime import child_environment
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,14 +29,9 @@ if TYPE_CHECKING:
 
     from appliance.quant.text.documents import Document, Message
 
-PROGRAM = "appliance.quant.text.row_writer"
 MOST_DOCUMENTS = 2048  # documents to read, unless more rows are needed
+USUAL_TOKENS = 24576  # docs/quantize.md says what more gains
 ROWS_NAME = "rows.safetensors"
-DEFAULT_TEXT = "Python's help topics"
-# Share of the default rows that the model writes. With half, benchmark quantize on prose finds KL
-# divergences of 0.155 by AWQ and 0.143 by GPTQ at 4 bits, asymmetric; with this share, 0.157 and
-# 0.140.
-OWN_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +39,21 @@ class CalibrationText:
     """A request for calibration text.
 
     Attributes:
-        path: a text file or folder; None takes `default_rows`.
+        path: a text file or folder; None takes `default_rows.default_rows`.
         seed: decides the rows and their order.
         dataset: of a hub, in place of a path: org/name[:split[:column]].
     """
 
     path: Path | None = None
-    num_tokens: int = 8192
+    num_tokens: int = USUAL_TOKENS
     row_tokens: int = 512
     seed: int = 0
     dataset: str | None = None
 
     @classmethod
-    def parse(cls, text: str | None, num_tokens: int, *, seed: int) -> CalibrationText:
-        """Parse --text: a path, hf:org/name[:split[:column]], or None."""
+    def parse(cls, text: str | None, num_tokens: int | None, *, seed: int) -> CalibrationText:
+        """Parse --calibration: a path, hf:org/name[:split[:column]], or None."""
+        num_tokens = USUAL_TOKENS if num_tokens is None else num_tokens
         if text is None:
             return cls(num_tokens=num_tokens, seed=seed)
         if text.startswith(DATASET_PREFIX):
@@ -100,6 +86,8 @@ class CalibrationText:
         elif self.path is not None:
             documents, source = documents_at(self.path), self.path.name
         else:
+            from appliance.quant.text.default_rows import default_rows
+
             return default_rows(model_path, tokenizer, self, device=device, max_ram=max_ram)
         return make_calibration(
             documents,
@@ -150,68 +138,6 @@ def make_calibration(
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenRows:
-    """Rows that a model wrote.
-
-    Attributes:
-        peak_ram: peak bytes of both processes together.
-    """
-
-    rows: list[list[int]]
-    peak_ram: int
-
-
-def sample_rows(
-    model_path: Path,
-    count: int,
-    row_tokens: int,
-    seed: int,
-    *,
-    device: str = "cpu",
-    max_ram: int | None = None,
-) -> WrittenRows:
-    """Let a model write rows of tokens, each from a random first word.
-
-    The same seed gives the same rows on one machine.
-
-    Args:
-        model_path: a .gguf file or a model folder; the whole model must fit into memory.
-        seed: of first words and sampling.
-        max_ram: limit in bytes for both processes; None takes what is free.
-
-    Raises:
-        QuantizeError: the model cannot run here; the message says why.
-    """
-    own = psutil.Process().memory_info().rss
-    left = 0 if max_ram is None else max(1, max_ram - own)
-    numbers = [str(number) for number in (count, row_tokens, seed, left)]
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", PROGRAM, str(model_path.resolve()), device, *numbers],
-        stdin=subprocess.PIPE,  # closes when this process ends
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=child_environment(),
-        text=True,
-    )
-    with child:
-        try:
-            assert child.stdout is not None
-            assert child.stderr is not None
-            output, errors = child.stdout.read(), child.stderr.read()
-        except BaseException:
-            child.kill()
-            raise
-    if child.returncode:
-        reason = (errors.strip().splitlines() or ["it was killed"])[-1]
-        raise QuantizeError(
-            f"the model cannot write its own calibration text: {reason}; give a text with"
-            " --calibration"
-        )
-    written = json.loads(output.splitlines()[-1])
-    return WrittenRows(written["rows"], own + written["peak_ram"])
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     """Rows that calibrate a model.
 
@@ -232,49 +158,6 @@ class Calibration:
         count, length = self.rows.shape
         short = f", {self.dropped} documents too short" if self.dropped else ""
         return f"calibrated with {count} rows of {length} tokens of {self.source}{short}"
-
-
-def default_rows(
-    model_path: Path,
-    tokenizer: Tokenizer,
-    text: CalibrationText,
-    *,
-    device: str = "cpu",
-    max_ram: int | None = None,
-) -> Calibration:
-    """Make rows of text that the model writes, and of help topics.
-
-    If the model cannot run here, all rows are help topics, and the result's source says why.
-
-    Args:
-        text: gives number and length of rows, and the seed.
-        max_ram: limit in bytes; None takes what is free.
-
-    Raises:
-        QuantizeError: the topics are too short for so many tokens.
-    """
-    row_tokens, seed = text.row_tokens, text.seed
-    wanted = -(-text.num_tokens // row_tokens)
-    own = round(OWN_SHARE * wanted)
-    source, written = DEFAULT_TEXT, WrittenRows([], 0)
-    try:
-        written = sample_rows(model_path, own, row_tokens, seed, device=device, max_ram=max_ram)
-        source = f"the model's own making ({own} rows)"
-        if own < wanted:
-            source += f" and {DEFAULT_TEXT}"
-    except QuantizeError as error:
-        source = f"{DEFAULT_TEXT} ({error})"
-    topics_rows = make_calibration(
-        default_documents(held_out=False),
-        tokenizer,
-        source=DEFAULT_TEXT,
-        num_tokens=(wanted - len(written.rows)) * row_tokens,
-        row_tokens=row_tokens,
-        seed=seed,
-    )
-    rows = torch.tensor(written.rows, dtype=torch.int64).view(-1, row_tokens)
-    rows = torch.cat((topics_rows.rows.view(-1, row_tokens).long(), rows))  # if empty: float
-    return Calibration(rows, source, fingerprint(rows), topics_rows.dropped, written.peak_ram)
 
 
 def fingerprint(rows: Tensor) -> str:

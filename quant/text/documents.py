@@ -5,8 +5,10 @@ A document is a title and either a text or the messages of a chat.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,12 +26,37 @@ SUFFIXES = (*PLAIN, *LINES, PARQUET)
 COLUMNS = ("messages", "conversations", "text", "content")  # in order of preference
 SPLIT = "train"
 DATASET_PREFIX = "hf:"
+# Modules of many authors and purposes, in every release since 3.11; PSF licence.
+LIBRARY = (
+    "argparse", "ast", "bisect", "calendar", "collections/__init__", "concurrent/futures/thread",
+    "configparser", "contextlib", "csv", "dataclasses", "difflib", "email/header", "enum",
+    "fnmatch", "fractions", "functools", "heapq", "html/parser", "http/client", "http/cookies",
+    "inspect", "ipaddress", "json/decoder", "json/encoder", "logging/handlers", "mailbox",
+    "mimetypes", "optparse", "pickle", "plistlib", "pprint", "queue", "random", "selectors",
+    "shlex", "shutil", "socketserver", "statistics", "string", "subprocess", "tarfile",
+    "tempfile", "textwrap", "threading", "tokenize", "traceback", "unittest/case",
+    "urllib/parse", "uuid", "weakref", "xml/dom/minidom", "xmlrpc/client", "zipfile",
+)  # fmt: skip
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def default_documents(*, held_out: bool) -> list[tuple[str, str]]:
-    """List title and text of Python's help topics: for calibration, or the held-out ones."""
+    """List title and text of Python's help topics: the held-out half, or the other.
+
+    Calibration reads the other half only where the model writes no text.
+    """
     return [(name, topics[name]) for name in sorted(topics)[int(held_out) :: 2]]
+
+
+def library_sources() -> list[tuple[str, str]]:
+    """List name and text of modules of Python's standard library, as far as they are installed."""
+    found = []
+    folder = Path(sysconfig.get_path("stdlib"))
+    for name in LIBRARY:
+        path = folder / f"{name}.py"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            found.append((path.name, path.read_text(encoding="utf-8")))
+    return found
 
 
 def documents_at(path: Path, column: str | None = None) -> Iterator[Document]:

@@ -1,14 +1,16 @@
-"""Cuts evaluation windows from text that calibration never saw."""
+"""Cuts evaluation windows from text that calibration never saw, of one kind or of several."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.errors import ConfigError, QuantizeError
+from appliance.errors import ChatTemplateError, ConfigError, QuantizeError
+from appliance.quant.text import samples
 from appliance.quant.text.documents import default_documents, documents_at
 
 if TYPE_CHECKING:
@@ -16,9 +18,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.quant.text.documents import Message
     from appliance.tokenizer import Tokenizer
 
 DEFAULT_SOURCE = "Python's help topics, those that calibration leaves out"
+# Kinds of packaged passages, by their words on a card; then those in the model's own template.
+PASSAGES = {"prose": "prose", "code": "code", "other languages": "languages"}
+CHATS, CALLS = "chat", "tool calls"
+KIND_WINDOWS = 32  # at most
 SEPARATOR = "\n\n"  # between documents, as in WikiText
 
 
@@ -89,11 +96,15 @@ class Windows:
     Attributes:
         tokens: (num_windows, window) int64.
         stride: number of a window's last tokens that are scored.
+        kinds: of each window, if there are several; `spans` then holds its first token to predict
+            and its end, behind which it is filled up.
     """
 
     tokens: Tensor
     stride: int
     source: str
+    kinds: tuple[str, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -110,8 +121,62 @@ class Windows:
         With a stride, tokens that an earlier window scored are only context; the first window
         scores all.
         """
+        if self.spans:
+            start, end = self.spans[index]
+            return slice(start - 1, end - 1)
         first = 0 if index == 0 else self.length - self.stride - 1
         return slice(max(0, first), self.length - 1)
+
+
+def windows_of_kinds(tokenizer: Tokenizer, most_tokens: int) -> Windows:
+    """Make a window of each packaged passage: prose, code, other languages, chats and tool calls.
+
+    Of a chat its last answer is scored, of a tool call the call; both need a chat template.
+
+    Args:
+        most_tokens: of a window; longer passages are cut, and left out if nothing of what is
+            scored remains.
+
+    Returns:
+        No windows if the vocabulary has none of the passages.
+    """
+    found = [
+        (words, tokenizer.encode(text, add_special_tokens=True, allow_special=False), 1)
+        for words, kind in PASSAGES.items()
+        for text in samples.passages(kind)
+    ]
+    if tokenizer.chat_template is not None:
+        tokenizer.isolate_template()
+        with contextlib.suppress(ChatTemplateError):
+            found += [(CHATS, *_answer_of(tokenizer, chat)) for chat in samples.chats()]
+        with contextlib.suppress(ChatTemplateError):
+            for task in samples.tool_tasks():
+                ids = task.called(tokenizer)
+                found.append((CALLS, ids, _common(task.prompt(tokenizer), ids)))
+    cut = [(kind, ids[:most_tokens], start) for kind, ids, start in found]
+    kept = [(kind, ids, start) for kind, ids, start in cut if start < len(ids)]
+    length = max((len(ids) for _, ids, _ in kept), default=0)
+    rows = [ids + ids[:1] * (length - len(ids)) for _, ids, _ in kept]
+    tokens = torch.tensor(rows, dtype=torch.int64).view(len(rows), length)
+    return Windows(
+        tokens,
+        length,
+        "packaged passages",
+        tuple(kind for kind, _, _ in kept),
+        tuple((start, len(ids)) for _, ids, start in kept),
+    )
+
+
+def _answer_of(tokenizer: Tokenizer, chat: list[Message]) -> tuple[list[int], int]:
+    """Encode a chat; return its tokens and the place of the last answer."""
+    ids = tokenizer.encode_chat(chat, add_generation_prompt=False)
+    return ids, _common(tokenizer.encode_chat(chat[:-1]), ids)
+
+
+def _common(prompt: list[int], ids: list[int]) -> int:
+    """Count the tokens at the beginning of both."""
+    pairs = enumerate(zip(prompt, ids, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
 
 
 def read(path: Path) -> list[tuple[str, str]]:

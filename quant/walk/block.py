@@ -75,6 +75,7 @@ class ObservedLinear:
         self.bias = bias
         self.moments: Moments | None = None  # of its inputs, if set
         self.is_last_watched = False
+        self.slopes: Tensor | None = None  # sums of squares by output, collected if set
 
     @property
     def in_features(self) -> int:
@@ -94,7 +95,14 @@ class ObservedLinear:
             self.moments.add(x)
             if self.is_last_watched:
                 raise AllInputsSeen
-        return functional.linear(x, self.weight, self.bias)
+        y = functional.linear(x, self.weight, self.bias)
+        if self.slopes is not None:
+            y.register_hook(self._collect)
+        return y
+
+    def _collect(self, slope: Tensor) -> None:
+        assert self.slopes is not None
+        self.slopes += slope.square().sum(0)
 
     def scale_inputs(self, scales: Tensor) -> None:
         """Multiply the columns by (in_features,); from now on inputs come divided by it."""

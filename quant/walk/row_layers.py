@@ -11,6 +11,8 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.rows.state_spans import StateSpans
+from appliance.kernels.weights.fp4 import Fp4Weight
+from appliance.kernels.weights.trellis import TrellisWeight
 from appliance.kernels.weights.weight import some_rows
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.layer_builder import LayerBuilder
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, RoutedMLPs
-    from appliance.kernels.weights.packed import PackedWeight
-    from appliance.kernels.weights.weight import Weight
+    from appliance.kernels.weights.weight import CodedWeight, Weight
     from appliance.model.layers import MLP, MixerCache
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -54,7 +55,7 @@ class RowLayers:
     def block(
         self,
         index: int,
-        others: Mapping[str, PackedWeight] | None = None,
+        others: Mapping[str, CodedWeight] | None = None,
         experts: RoutedMLPs | None = None,
     ) -> TransformerBlock:
         """Read a layer, with `others` in place of some of its weights.
@@ -67,13 +68,13 @@ class RowLayers:
         layer = self._builder.layer(index, weights, self._specs[index], norm, experts)
         return TransformerBlock(layer, norm)
 
-    def expert(self, index: int, number: int, others: Mapping[str, PackedWeight]) -> MLP:
+    def expert(self, index: int, number: int, others: Mapping[str, CodedWeight]) -> MLP:
         """Read one expert of a layer, with `others` in place of some of its weights."""
         spec = self._specs[index].mlp
         assert isinstance(spec, ExpertsSpec)
         return self._builder.mlp(self._reader_with(others).expert(index, number), spec)
 
-    def _reader_with(self, others: Mapping[str, PackedWeight] | None) -> FloatReader:
+    def _reader_with(self, others: Mapping[str, CodedWeight] | None) -> FloatReader:
         if not others:
             return self.reader
         overlaid = OverlaidWeights(self._source.weights, others)
@@ -107,7 +108,7 @@ class RowLayers:
 class OverlaidWeights:
     """A `WeightReader` that replaces some weights, by name."""
 
-    def __init__(self, weights: WeightReader, others: Mapping[str, PackedWeight]) -> None:
+    def __init__(self, weights: WeightReader, others: Mapping[str, CodedWeight]) -> None:
         self._weights = weights
         self._others = others
 
@@ -119,10 +120,22 @@ class OverlaidWeights:
 
     def packed_bits(self, name: str) -> int | None:
         other = self._others.get(name)
+        if isinstance(other, Fp4Weight):
+            return None
         return self._weights.packed_bits(name) if other is None else other.bits
 
+    def group_size(self, name: str) -> int | None:
+        other = self._others.get(name)
+        if isinstance(other, Fp4Weight):
+            return None
+        if isinstance(other, TrellisWeight):
+            return other.shape[1]
+        return self._weights.group_size(name) if other is None else other.group_size
+
     def float_bits(self, name: str) -> int | None:
-        return None if name in self._others else self._weights.float_bits(name)
+        if (other := self._others.get(name)) is not None:
+            return 4 if isinstance(other, Fp4Weight) else None
+        return self._weights.float_bits(name)
 
     def notes(self) -> tuple[str, ...]:
         return self._weights.notes()
@@ -132,7 +145,10 @@ class OverlaidWeights:
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
         if name in self._others:
-            return self._others[name].rows(slice(start, stop))
+            other = self._others[name]
+            if isinstance(other, TrellisWeight):
+                return other.dequantize(rows=slice(start, stop))
+            return other.rows(slice(start, stop))
         if isinstance(self._weights, ReadsRows):
             return self._weights.load_rows(name, start, stop)
         return some_rows(self._weights.load(name), slice(start, stop), torch.float32)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.weights.packed import PackedWeight
+    from appliance.kernels.weights.weight import CodedWeight
     from appliance.model.layers import MLP
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -96,7 +96,7 @@ class Walk:
     def layer(
         self,
         index: int,
-        others: Mapping[str, PackedWeight],
+        others: Mapping[str, CodedWeight],
         experts: RowsElsewhere | None = None,
     ) -> TransformerBlock:
         """Read a layer of any kind without its routed experts.
@@ -107,12 +107,12 @@ class Walk:
         """
         return self._layers.block(index, others, experts or nothing_yet())
 
-    def expert(self, index: int, number: int, others: Mapping[str, PackedWeight]) -> MLP:
+    def expert(self, index: int, number: int, others: Mapping[str, CodedWeight]) -> MLP:
         """Read one expert of a layer, with `others` in place of some of its weights."""
         return self._layers.expert(index, number, others)
 
     @contextmanager
-    def routed(self, index: int, others: Mapping[str, PackedWeight]) -> Iterator[RoutedRows]:
+    def routed(self, index: int, others: Mapping[str, CodedWeight]) -> Iterator[RoutedRows]:
         """Run all rows through a layer up to its routed experts; give what these read."""
         count, mlp = self._num_rows * self._row_tokens, self._spec.layers[index].mlp
         assert isinstance(mlp, ExpertsSpec)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import pytest
 import torch
+from support.quant.exl3_folders import write_exl3
 from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.weights.weight import dense
 from appliance.model.source import ModelSource, open_model
 from appliance.model_files.checkpoint import SafetensorsFolder
+from appliance.quant.formats.exl3 import Exl3Weights
 from appliance.quant.formats.kv_plan import FILE, SCALE_NAMES
-from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.formats.scheme import Fp8Scheme, TrellisScheme, WeightScheme
 from appliance.quant.formats.store import Weights, awq_writer, gptq_writer
+from appliance.quant.gguf.repack import write_gguf
 from appliance.quant.quality.facts import facts_of_run, keep_facts
 from appliance.quant.repack import repack_model
-from appliance.quant.run.options import QuantizeOptions, WeightFormat
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText
 
@@ -162,8 +166,63 @@ def test_a_model_that_is_not_quantized_is_refused(make_llama: MakeFolder, tmp_pa
 
 def test_compressed_tensors_is_no_goal_of_repacking(make_llama: MakeFolder, tmp_path: Path) -> None:
     quantize_model(make_llama(), tmp_path / "quantized", QuantizeOptions())
-    with pytest.raises(ConfigError, match="--format awq or gptq"):
+    with pytest.raises(ConfigError, match="--format awq, gptq, gguf or dense"):
         repack_model(tmp_path / "quantized", tmp_path / "out", WeightFormat.COMPRESSED_TENSORS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [QuantizeOptions(WeightScheme(4, 32)), QuantizeOptions(Fp8Scheme(), Method.FP8)],
+    ids=["4 bits", "fp8"],
+)
+def test_weights_of_any_form_are_unpacked_to_16_bits(
+    make_llama: MakeFolder, tmp_path: Path, options: QuantizeOptions
+) -> None:
+    quantize_model(make_llama(), tmp_path / "quantized", options)
+    repacked = repack_model(tmp_path / "quantized", tmp_path / "out", None)
+    assert (repacked.store, repacked.notes) == (None, ())
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    found = weights_of(tmp_path / "out")
+    for name, weight in weights_of(tmp_path / "quantized").items():
+        assert torch.equal(found[name], weight.bfloat16().double()), name
+    with pytest.raises(QuantizeError, match="no quantized weights"):
+        repack_model(tmp_path / "out", tmp_path / "again", None)
+
+
+def test_a_trellis_goes_to_16_bits_and_is_refused_by_name_elsewhere(
+    make_llama: MakeFolder, model: Path, text: Path, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    options = QuantizeOptions(
+        TrellisScheme(3),
+        Method.TRELLIS,
+        CalibrationText(text, num_tokens=96, row_tokens=48),
+        format=WeightFormat.TRELLIS,
+    )
+    source = make_llama("other", **sizes)
+    copyfile(model / "tokenizer.json", source / "tokenizer.json")
+    coded = quantize_model(source, tmp_path / "coded", options).out
+    repack_model(coded, tmp_path / "dense", None)
+    found = weights_of(tmp_path / "dense")
+    for name, weight in weights_of(coded).items():
+        assert torch.equal(found[name], weight.bfloat16().double()), name
+    for format in WORDS:
+        with pytest.raises(QuantizeError, match=r"symbols of a trellis, .*--format dense"):
+            repack_model(coded, tmp_path / "no", format)
+    with pytest.raises(QuantizeError, match=r"symbols of a trellis, .*--format dense"):
+        write_gguf(coded, tmp_path / "no.gguf")
+    assert not (tmp_path / "no").exists()
+
+
+def test_exl3_goes_to_16_bits_as_it_is_meant(make_llama: MakeFolder, tmp_path: Path) -> None:
+    coded = write_exl3(make_llama(), tmp_path / "coded", 4)
+    repack_model(coded, tmp_path / "dense", None)
+    weights = open_model(coded).weights
+    assert isinstance(weights, Exl3Weights)
+    found = weights_of(tmp_path / "dense")
+    for name in ("model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
+        assert torch.equal(found[name], weights.unpacked(name).bfloat16().double()), name
+        assert not torch.equal(found[name], dense_of(open_model(coded), name))
 
 
 def test_what_a_format_cannot_hold_is_refused_before_any_work(

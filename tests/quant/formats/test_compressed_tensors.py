@@ -18,6 +18,7 @@ from torch import Tensor
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.arrays import dtype_name
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.kernels.weights.weight import dense
 from appliance.model_files.checkpoint import SafetensorsFolder, write_safetensors
@@ -33,8 +34,8 @@ from appliance.quant.formats.compressed_tensors_config import (
     quantization_config,
 )
 from appliance.quant.formats.pack import pack_codes
-from appliance.quant.formats.scheme import Fp8Scheme, LinearScheme, WeightScheme
-from appliance.quant.methods import fp8
+from appliance.quant.formats.scheme import Fp4Scheme, Fp8Scheme, LinearScheme, WeightScheme
+from appliance.quant.methods import fp4, fp8
 
 if TYPE_CHECKING:
     from compressed_tensors.compressors import BaseCompressor
@@ -235,6 +236,32 @@ def test_listed_groups_are_those_of_their_inputs(tmp_path: Path, symmetric: bool
         plus = codes[:, column] * scale + offset
         minus = (codes[:, column] - offset) * scale
         assert torch.equal(dense[:, column], plus if symmetric else minus)
+
+
+@pytest.mark.parametrize("scheme", [Fp4Scheme(has_powers=True), Fp4Scheme()], ids=str)
+def test_4_bit_floats_are_read_by_the_package_and_by_us_as_they_were_made(
+    folder_of: Callable[[dict[str, Tensor], object], SafetensorsFolder], scheme: Fp4Scheme
+) -> None:
+    dense = torch.randn(48, 128, generator=torch.Generator().manual_seed(4)) * 0.03
+    hessian = torch.eye(128) + 0.3
+    weight = fp4.quantize_linear(dense, hessian, scheme, torch.bfloat16)
+    assert isinstance(weight, Fp4Weight)
+    stored = encode(NAME, weight, scheme)
+    found = {
+        name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in stored.items()
+    }
+    assert found == encoded_layout(NAME, weight.shape, scheme, "bfloat16")
+    config = quantization_config({MODULE: scheme}, ["lm_head"])
+    parsed = QuantizationConfig.model_validate(config)
+    assert parsed.config_groups["group_0"].weights.scale_dtype == stored[NAME + "_scale"].dtype
+    local = {key.replace(MODULE + ".", ""): tensor for key, tensor in stored.items()}
+    read = BaseCompressor.get_value_from_registry(config["format"]).decompress(
+        local, parsed.config_groups["group_0"]
+    )["weight"]
+    torch.testing.assert_close(read.double(), weight.dequantize(torch.float64), rtol=4e-3, atol=0)
+    ours = open_weights(folder_of(stored, config)).load(NAME)
+    assert isinstance(ours, Fp4Weight)
+    assert torch.equal(ours.dequantize(), weight.dequantize())
 
 
 FP8_SCHEMES = [Fp8Scheme(), Fp8Scheme(blockwise=True)]

@@ -101,7 +101,7 @@ def test_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> Non
     [
         ({"quant_method": "eetq"}, "EETQ"),
         ({"quant_method": "hqq"}, "HQQ"),
-        ({"quant_method": "exl3"}, "ExLlamaV3"),
+        ({"quant_method": "exl2"}, "ExLlamaV2"),
         ({"group_size": 64, "bits": 4}, "MLX"),
         ({"quant_method": "gptneo"}, "'gptneo'"),
         ({}, "{}"),

@@ -22,16 +22,15 @@ from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
-from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.formats.ggml_forms import BlockScheme
 from appliance.quant.gguf.tensors import FileSettings
-from appliance.quant.methods import data_free, rtn
+from appliance.quant.methods import data_free
 from appliance.quant.quality.facts import facts_of_run, keep_facts
 from appliance.quant.run.options import (
     Method,
     QuantizeOptions,
     WeightFormat,
-    choose_scheme,
-    gguf_scheme,
+    read_asked,
 )
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText
@@ -43,11 +42,6 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 class Stop(Exception):  # noqa: N818
     """Represents anything that ends a run."""
-
-
-def options(bits: int, *, symmetric: bool = True, **changes: object) -> QuantizeOptions:
-    scheme = gguf_scheme(bits, symmetric=symmetric)
-    return QuantizeOptions(scheme, format=WeightFormat.GGUF, **changes)  # type: ignore[arg-type]
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
@@ -67,27 +61,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("bits", "symmetric", "types"),
+    ("name", "types"),
     [
-        (4, True, {"Q4_0": 22, "Q6_K": 1, "F32": 7}),
-        (4, False, {"Q4_K": 22, "Q6_K": 1, "F32": 7}),
-        (6, True, {"Q6_K": 23, "F32": 7}),
-        (8, True, {"Q8_0": 23, "F32": 7}),
+        ("Q4_0", {"Q4_0": 22, "Q6_K": 1, "F32": 7}),
+        ("Q4_1", {"Q4_1": 22, "Q6_K": 1, "F32": 7}),
+        ("Q3_K_S", {"Q3_K": 22, "Q6_K": 1, "F32": 7}),
+        ("IQ4_XS", {"IQ4_XS": 22, "Q6_K": 1, "F32": 7}),
+        ("IQ4_NL", {"IQ4_NL": 22, "Q6_K": 1, "F32": 7}),
+        ("Q5_K_S", {"Q5_K": 22, "Q6_K": 1, "F32": 7}),
+        ("Q6_K", {"Q6_K": 23, "F32": 7}),
+        ("Q8_0", {"Q8_0": 23, "F32": 7}),
     ],
 )
 def test_a_file_holds_the_nearest_codes_of_its_types(
-    base: Path, tmp_path: Path, bits: int, symmetric: bool, types: dict[str, int]
+    base: Path, tmp_path: Path, name: str, types: dict[str, int]
 ) -> None:
-    chosen = options(bits, symmetric=symmetric)
+    chosen = QuantizeOptions.of_type(name)
     report = quantize_model(base, tmp_path / "out", chosen)
     assert report.out == tmp_path / "out" / "out.gguf"
     assert [path.name for path in report.out.parent.iterdir()] == ["out.gguf"]
     assert types_of(report.out) == types
     exact, found = weights_of(base), weights_of(report.out)
+    head = BlockScheme("Q8_0" if name == "Q8_0" else "Q6_K")
     for name, weight in found.items():
-        scheme = chosen.scheme if "layers" in name or "embed" in name else gguf_scheme(
-            max(bits, 6), symmetric=True
-        )  # fmt: skip
+        scheme = chosen.scheme if "layers" in name or "embed" in name else head
         if weight.dim() == 2:
             expected = data_free.quantize(exact[name], scheme, Method.RTN, torch.float16)
             assert torch.equal(weight, expected.dequantize()), name
@@ -97,6 +94,8 @@ def test_a_file_holds_the_nearest_codes_of_its_types(
     stored = {tensor.name: tensor for tensor in reader.tensors}["blk.1.ffn_down.weight"]
     read = dequantize(stored.data, stored.tensor_type)
     np.testing.assert_allclose(read, found[DOWN].numpy(), atol=1e-6)
+    number = reader.fields["general.file_type"].contents()
+    assert gguf.LlamaFileType(number).name == f"MOSTLY_{chosen.file_type}"
     assert reader.fields["llama.context_length"].contents() == 128
     assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
@@ -108,7 +107,7 @@ def test_a_file_of_a_tied_model_has_a_head_if_its_values_are_others(
     own = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     head = {"lm_head.weight": own} if is_apart else {}
     folder = make_folder(tie_word_embeddings=True, tensors=head)
-    out = quantize_model(folder, tmp_path / "out", options(8)).out
+    out = quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q8_0")).out
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
     if not is_apart:
         assert "output.weight" not in stored
@@ -121,7 +120,7 @@ def test_a_folder_becomes_a_file_with_its_settings_and_tokens(
     make_folder: MakeFolder, tmp_path: Path
 ) -> None:
     folder = make_folder(rope_theta=500000.0, max_position_embeddings=4096, rms_norm_eps=2**-17)
-    report = quantize_model(folder, tmp_path / "out", options(8))
+    report = quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q8_0"))
     assert types_of(report.out) == {"Q8_0": 16, "F32": 5}
     ours, theirs = open_model(folder).spec, open_model(report.out).spec
     assert theirs == ours
@@ -130,7 +129,8 @@ def test_a_folder_becomes_a_file_with_its_settings_and_tokens(
     for name, weight in found.items():  # the file orders the rows of queries and keys differently
         expected = exact[name]
         if expected.dim() == 2:
-            expected = rtn.quantize(expected, WeightScheme(8, 32), "float16").dequantize()
+            scheme = BlockScheme("Q8_0")
+            expected = data_free.quantize_linear(expected, None, scheme, torch.float16).dequantize()
         assert torch.equal(weight, expected), name
     one, other = Tokenizer.from_path(folder), Tokenizer.from_path(report.out)
     text = "abba bab<|im_end|> cab"
@@ -155,7 +155,7 @@ def test_stretched_frequencies_of_llama_3_are_written_as_factors(
         "original_max_position_embeddings": 1024,
     }
     folder = make_folder(rope_scaling=scaling, max_position_embeddings=8192)
-    report = quantize_model(folder, tmp_path / "out", options(4))
+    report = quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q4_0"))
     (factors,) = [t for t in gguf.GGUFReader(report.out).tensors if t.name == "rope_freqs.weight"]
     assert factors.data[0] == 1.0
     assert factors.data[-1] == pytest.approx(8.0)
@@ -166,7 +166,7 @@ def test_gptq_rounds_to_the_files_own_grid_and_a_resumed_run_writes_the_same(
 ) -> None:
     folder = make_folder(num_attention_heads=8, num_key_value_heads=4)
     rows = CalibrationText(text, num_tokens=480, row_tokens=48)
-    chosen = options(4, symmetric=False, method=Method.AWQ_GPTQ, text=rows)
+    chosen = QuantizeOptions.of_type("Q4_K_S", method=Method.AWQ_GPTQ, text=rows)
 
     def stop(event: QuantizeEvent) -> None:
         if isinstance(event, UnitFinished) and event.name == "layer 0":
@@ -177,9 +177,9 @@ def test_gptq_rounds_to_the_files_own_grid_and_a_resumed_run_writes_the_same(
     resumed = quantize_model(folder, tmp_path / "again" / "out", chosen)
     report = quantize_model(folder, tmp_path / "out", chosen)
     assert resumed.out.read_bytes() == report.out.read_bytes()
-    assert types_of(report.out) == {"Q4_K": 15, "Q6_K": 1, "F32": 5}
+    assert types_of(report.out) == {"Q4_K": 13, "Q5_K": 2, "Q6_K": 1, "F32": 5}
     assert any("adapters" in note for note in report.notes)
-    rounded = quantize_model(folder, tmp_path / "rounded", options(4, symmetric=False))
+    rounded = quantize_model(folder, tmp_path / "rounded", QuantizeOptions.of_type("Q4_K_S"))
     assert 0 < max(report.losses.values()) < 0.1
     one, other = (open_model(run.out).weights.load(DOWN) for run in (report, rounded))
     assert isinstance(one, GgmlWeight)
@@ -191,49 +191,72 @@ def test_rows_that_no_super_block_divides_get_smaller_blocks_and_a_note(
     make_folder: MakeFolder, tmp_path: Path
 ) -> None:
     folder = make_folder(hidden_size=96, intermediate_size=256)
-    report = quantize_model(folder, tmp_path / "out", options(4, symmetric=False))
-    assert types_of(report.out) == {"Q4_1": 13, "Q4_K": 2, "Q8_0": 1, "F32": 5}
-    assert "13 weights as Q4_1, not Q4_K: 96 inputs do not divide by 256" in report.notes
+    report = quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q4_K_S"))
+    assert types_of(report.out) == {"Q5_0": 11, "Q5_1": 2, "Q4_K": 2, "Q8_0": 1, "F32": 5}
+    assert "11 weights as Q5_0, not Q4_K: 96 inputs do not divide by 256" in report.notes
+    assert "2 weights as Q5_1, not Q5_K: 96 inputs do not divide by 256" in report.notes
     assert "1 weights as Q8_0, not Q6_K: 96 inputs do not divide by 256" in report.notes
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ({"bits": 3}, "has 4, 6 or 8 bits; --bits 3 is none"),
-        ({"bits": 8, "symmetric": False}, "only 4 bits have minima.*leave --no-symmetric out"),
-        ({"group_size": "64"}, "groups of its own; leave --group-size 64 out"),
+        ({"bits": 7}, "--bits 7 names no GGUF type; use 2, 3, 4, 5, 6, 8, or --type"),
+        ({"file_type": "IQ3_S"}, "'IQ3_S' is not known; use Q2_K, .*, Q4_K_M, .*, Q8_0"),
+        ({"file_type": "Q4_K_M", "bits": 4}, "leave --bits 4 out, and name a type"),
+        ({"symmetric": True}, "groups and minima; leave --symmetric out"),
+        ({"symmetric": False}, "groups and minima; leave --no-symmetric out"),
+        ({"group_size": "64"}, "groups and minima; leave --group-size 64 out"),
+        ({"method": Method.INT8, "file_type": "Q6_K"}, "--method int8 makes Q8_0; leave it or"),
+        ({"format": WeightFormat.AWQ, "file_type": "Q6_K"}, "leave it or --format awq out"),
         ({"method": Method.FP8}, "--method fp8 makes no codes of a GGUF type; use --method int8"),
     ],
 )
 def test_words_that_name_no_type_are_refused(words: dict[str, object], complaint: str) -> None:
-    given = {"method": Method.RTN, "bits": None, "group_size": None, "symmetric": True} | words
+    given = {"method": None, "bits": None, "group_size": None, "symmetric": None} | words
     with pytest.raises(ConfigError, match=complaint):
-        choose_scheme(**given, format=WeightFormat.GGUF)  # type: ignore[arg-type]
+        read_asked(**{"format": WeightFormat.GGUF} | given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({}, ("Q4_K_M", "Q4_K", Method.OPEN)),
+        ({"bits": 5}, ("Q5_K_M", "Q5_K", Method.OPEN)),
+        ({"bits": 8}, ("Q8_0", "Q8_0", Method.INT8)),
+        ({"method": Method.INT8}, ("Q8_0", "Q8_0", Method.INT8)),
+        ({"file_type": "q3_k"}, ("Q3_K_M", "Q3_K", Method.OPEN)),
+        ({"file_type": "IQ4_NL", "method": Method.GPTQ}, ("IQ4_NL", "IQ4_NL", Method.GPTQ)),
+    ],
+)
+def test_words_name_a_type(words: dict[str, object], expected: tuple[str, str, Method]) -> None:
+    given = {"method": None, "bits": None, "group_size": None, "symmetric": None} | words
+    asked = read_asked(**given, format=WeightFormat.GGUF)  # type: ignore[arg-type]
+    assert (asked.file_type, str(asked.scheme), asked.method) == expected
 
 
 def test_what_a_file_cannot_say_is_refused_before_any_work(
     make_folder: MakeFolder, make_llama: MakeFolder, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="holds no plan of --kv-bits; leave it out"):
-        options(4, kv_bits=6.0)
+        QuantizeOptions.of_type("Q4_0", kv_bits=6.0)
     unread = make_llama("unread")
     with pytest.raises(ModelError, match=r"tokenizer.json is damaged"):
-        quantize_model(unread, tmp_path / "out", options(4))
+        quantize_model(unread, tmp_path / "out", QuantizeOptions.of_type("Q4_0"))
     kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     mistral = make_folder("mistral", **kind, sliding_window=32)
     with pytest.raises(
         QuantizeError, match=r"GGUF: the file: llama: attention.sliding_window = 32 is"
     ):
-        quantize_model(mistral, tmp_path / "out", options(4))
+        quantize_model(mistral, tmp_path / "out", QuantizeOptions.of_type("Q4_0"))
     rules = (mistral / "tokenizer.json").read_text()
     other = make_folder("other", **kind, sliding_window=None)
     (other / "tokenizer.json").write_text(rules.replace('"use_regex": true', '"use_regex": false'))
     with pytest.raises(QuantizeError, match=r"has rules of its own to split words.*as the base"):
-        quantize_model(other, tmp_path / "out", options(4))
+        quantize_model(other, tmp_path / "out", QuantizeOptions.of_type("Q4_0"))
     assert not (tmp_path / "out").exists()
     (other / "tokenizer.json").write_text(rules)
-    report = quantize_model(other, tmp_path / "out", options(4))
+    report = quantize_model(other, tmp_path / "out", QuantizeOptions.of_type("Q4_0"))
     assert open_model(report.out).spec.architecture == "llama"
 
 
@@ -271,7 +294,7 @@ def test_an_odd_vocabulary_is_one_line(
 ) -> None:
     folder = edited(make_folder(), change)
     with pytest.raises(QuantizeError, match=re.escape(complaint)) as caught:
-        quantize_model(folder, tmp_path / "out", options(8))
+        quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q8_0"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -281,7 +304,7 @@ def test_a_template_that_is_no_text_is_one_line(make_folder: MakeFolder, tmp_pat
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "\ud83d"}))
     with pytest.raises(QuantizeError, match="surrogates not allowed"):
-        quantize_model(folder, tmp_path / "out", options(8))
+        quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q8_0"))
 
 
 def test_empty_lists_of_a_base_are_left_out_unless_readers_need_them(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from appliance.kernels import arrays
 from appliance.kernels.weights.packed import OffsetKind
-from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.formats.scheme import Fp4Scheme, LinearScheme, TrellisScheme, WeightScheme
 from appliance.quant.methods import data_free
 from appliance.quant.methods.rtn import quantize
-from appliance.quant.run.options import Method
+from appliance.quant.run.options import FP4_METHODS, Method
 
 SCHEMES = [
     WeightScheme(bits, group_size, symmetric)
@@ -173,6 +173,10 @@ def test_a_method_whose_file_is_missing_does_not_round(monkeypatch: pytest.Monke
 def test_every_method_of_the_list_quantizes(method: Method) -> None:
     weight = heavy_tailed(0)
     hessian = torch.eye(weight.shape[1]) if method.needs_text else None
-    packed = method.quantizer(weight, hessian, SCHEMES[0], torch.bfloat16)
+    scheme: LinearScheme = TrellisScheme(4) if method is Method.TRELLIS else SCHEMES[0]
+    if method in FP4_METHODS:
+        scheme = Fp4Scheme(has_powers=method is Method.MXFP4)
+    packed = method.quantizer(weight, hessian, scheme, torch.bfloat16)
     assert packed.shape == tuple(weight.shape)
-    assert float((packed.dequantize() - weight).abs().max()) < 0.3
+    most = 0.3 if method not in FP4_METHODS else float(weight.abs().max()) / 4  # a step at the top
+    assert float((packed.dequantize() - weight).abs().max()) < most

@@ -16,6 +16,7 @@ from appliance.commands.card_terminal import bar, print_card
 from appliance.errors import CheckpointError
 from appliance.quant.quality.card import (
     Card,
+    ToolCalls,
     card_of,
     card_path,
     read_card,
@@ -37,6 +38,8 @@ def lone_card() -> Card:
         histogram=None,
         layers=(),
         kv=(),
+        kinds=(),
+        calls=None,
         alternatives=(),
         quantize=None,
         tasks=(),
@@ -49,7 +52,7 @@ def test_a_card_comes_back_from_its_json(card: Card, tmp_path: Path) -> None:
     path = tmp_path / "quality.json"
     path.write_bytes(to_json(card))
     assert read_card(path) == card
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": 1}', b"\xff\xfe"])
@@ -62,9 +65,34 @@ def test_what_is_no_card_is_said_in_one_line(content: bytes, tmp_path: Path) -> 
 
 def test_a_later_schema_is_refused_by_number(tmp_path: Path) -> None:
     path = tmp_path / "quality.json"
-    path.write_bytes(b'{"schema": 2, "new": []}')
-    with pytest.raises(CheckpointError, match="schema 2"):
+    path.write_bytes(b'{"schema": 3, "new": []}')
+    with pytest.raises(CheckpointError, match="schema 3"):
         read_card(path)
+
+
+def test_a_card_of_the_first_schema_is_read_and_says_what_its_errors_are(tmp_path: Path) -> None:
+    path = tmp_path / "quality.json"
+    first = json.loads(to_json(replace(make_card(), schema=1)))
+    del first["kinds"], first["calls"]
+    path.write_text(json.dumps(first))
+    card = read_card(path)
+    assert card is not None
+    assert (card.kinds, card.calls) == ((), None)
+    assert "one standard error over tokens" in to_markdown(card)
+    assert "Kinds of text" not in to_markdown(card)
+    assert "one standard error over windows" in to_markdown(make_card())
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (ToolCalls(10, True, 8, 7, 6), "8 of 10 right before and 7 after, 6 the same in both"),
+        (ToolCalls(10, False, 0, 0, 0), "the base gets none of 10 right, so nothing can be lost"),
+        (ToolCalls(0, reason="it does not fit"), "not asked for: it does not fit"),
+    ],
+)
+def test_calls_are_said_beside_those_of_the_base(calls: ToolCalls, said: str) -> None:
+    assert said in to_markdown(replace(make_card(), calls=calls))
 
 
 def test_a_card_belongs_to_its_weights(tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ def test_a_card_has_every_part(quantized: Path, base: Path, text: Path) -> None:
     assert len(card.layers) == 2
     assert [row.format for row in card.kv] == ["int8"]
     assert card.kv[0].bits_per_value == 8.5  # 32 codes and a scale of 16 bits
+    assert card.prompt_int8 is not None
+    assert card.prompt_int8.places == 3 * 31
+    assert 0 < card.prompt_int8.kld_mean.value < card.comparison.kld_mean.value
     assert card.quantize is not None
     assert card.quantize.method == "gptq"
     assert [a.name for a in card.alternatives] == ["rounding to nearest, same form"]
@@ -117,6 +120,7 @@ def test_without_a_base_there_is_perplexity_and_caches(base: Path, text: Path) -
     assert card.alternatives == ()
     assert card.perplexity.value > 1
     assert card.kv[0].comparison.kld_mean.value > 0
+    assert card.prompt_int8 is None
     assert "not compared with a base" in card.line()
 
 
@@ -195,7 +199,10 @@ def test_a_card_may_lie_elsewhere(base: Path, text: Path, tmp_path: Path) -> Non
 
 def test_quantize_ends_with_a_card(base: Path, tmp_path: Path) -> None:
     out, method = tmp_path / "rounded", ("--method", "rtn")
-    run("quantize", base, *method, "--group-size", 32, "--out", out, "--card-tokens", 32)
+    arguments = ("quantize", base, *method, "--group-size", 32, "--out", out, "--card-tokens", 32)
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    assert "\n  with prompts in int8: mean KLD " in result.stderr
     card = card_of(out)
     assert card is not None
     assert card.quantize is not None

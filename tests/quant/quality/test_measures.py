@@ -12,6 +12,7 @@ from appliance.quant.quality.card import Comparison
 from appliance.quant.quality.measures import Divergence, Gap, Losses, Prediction
 
 PLACES, VOCABULARY = 40, 23
+WINDOWS = [slice(0, 17), slice(17, 25), slice(25, PLACES)]
 PIECES = [(0, 7), (7, 8), (8, 19), (19, 23)]
 
 
@@ -32,13 +33,23 @@ def compared(base: Tensor, candidate: Tensor, pieces: list[tuple[int, int]] = PI
         theirs.add(candidate[:, first:last], first)
         gap.add()
     divergence = Divergence()
-    # In two parts, as windows arrive.
-    for rows in (slice(0, 17), slice(17, PLACES)):
+    for rows in WINDOWS:
         places = [
             type(p)(p.true_log_probs[rows], p.top[rows]) for p in (ours.places(), theirs.places())
         ]
         divergence.add(places[0], places[1], gap.klds()[rows])
     return divergence
+
+
+def error_over_windows(values: Tensor) -> float:
+    """The standard error of a ratio of totals over clusters (Cochran, Sampling Techniques)."""
+    totals = [float(values[rows].sum()) for rows in WINDOWS]
+    sizes = [len(values[rows]) for rows in WINDOWS]
+    mean = sum(totals) / sum(sizes)
+    squares = sum((t - mean * n) ** 2 for t, n in zip(totals, sizes, strict=True))
+    count = len(WINDOWS)
+    average = sum(sizes) / count
+    return math.sqrt(squares / (count - 1) / count) / average
 
 
 def brute(base: Tensor, candidate: Tensor) -> dict[str, float]:
@@ -50,7 +61,7 @@ def brute(base: Tensor, candidate: Tensor) -> dict[str, float]:
         "perplexity": math.exp(float(-q[rows, after].log().mean())),
         "base_perplexity": math.exp(float(-p[rows, after].log().mean())),
         "kld_mean": float(klds.mean()),
-        "kld_error": float(klds.std()) / math.sqrt(PLACES),
+        "kld_error": error_over_windows(klds),
         "kld_median": float(klds.double().quantile(0.5)),
         "kld_p99": float(klds.double().quantile(0.99)),
         "kld_p999": float(klds.double().quantile(0.999)),
@@ -114,13 +125,24 @@ def test_standard_errors_are_those_of_means_carried_through() -> None:
     rows, after = torch.arange(PLACES), targets()
     ours = -candidate.double().log_softmax(-1)[rows, after]
     theirs = -base.double().log_softmax(-1)[rows, after]
-    root = math.sqrt(PLACES)
     assert summary.perplexity.error == pytest.approx(
-        math.exp(ours.mean()) * float(ours.std()) / root, rel=1e-5
+        math.exp(ours.mean()) * error_over_windows(ours), rel=1e-5
     )
     assert summary.perplexity_ratio.error == pytest.approx(
-        math.exp((ours - theirs).mean()) * float((ours - theirs).std()) / root, rel=1e-5
+        math.exp((ours - theirs).mean()) * error_over_windows(ours - theirs), rel=1e-5
     )
+
+
+def test_a_part_has_the_figures_of_its_windows() -> None:
+    base, candidate = logits(1), logits(1) + logits(2, spread=1.0)
+    whole = compared(base, candidate)
+    part = whole.part([0, 2])
+    kept = torch.cat([whole.klds[WINDOWS[0]], whole.klds[WINDOWS[2]]])
+    assert torch.equal(part.klds, kept)
+    assert part.summary().places == len(kept)
+    (alone,) = [whole.part([1]).summary()]
+    klds = whole.klds[WINDOWS[1]]
+    assert alone.kld_mean.error == pytest.approx(float(klds.std()) / math.sqrt(len(klds)))
 
 
 def test_the_histogram_counts_every_place_once() -> None:

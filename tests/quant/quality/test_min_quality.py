@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.quant.quality_cards import make_card
+from support.quant.quality_cards import make_card, make_comparison
 
 from appliance.errors import ConfigError
 from appliance.quant.quality.card import Figure
@@ -80,3 +80,17 @@ def test_without_a_card_nothing_can_be_said_for_the_model() -> None:
     lone = replace(make_card(), comparison=None, perplexity=Figure(3.0, 0.1))
     (verdict,) = judge(parse_min_quality("kld<=1"), lone, "m", is_quantized=True)
     assert "a card without a base" in verdict.reason
+
+
+def test_prompts_in_int8_must_meet_the_conditions_too() -> None:
+    conditions = parse_min_quality("warn:kld<=0.002,kld<=0.3")
+    card = make_card(kld=0.001)
+    assert judge(conditions, card, "m", is_quantized=True) == []
+    (verdict,) = judge(conditions, card, "m", is_quantized=True, prompt_int8=True)
+    assert verdict.action is Action.REFUSE
+    assert "a card without prompts in int8" in verdict.reason
+    rounded = replace(card, prompt_int8=make_comparison(kld=0.003))
+    (verdict,) = judge(conditions, rounded, "m", is_quantized=True, prompt_int8=True)
+    assert verdict.action is Action.WARN
+    assert verdict.reason == "m with prompts in int8 has kld 0.003, asked for was kld<=0.002"
+    assert judge(conditions, rounded, "m", is_quantized=True) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,23 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from appliance.docs import read
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.weights.weight import dense
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.quality.readers import Form, forms_of, readers_of
-from appliance.quant.run.options import Method, QuantizeOptions, read_asked
+from appliance.quant.run.options import (
+    Method,
+    QuantizeOptions,
+    ResultReader,
+    choose_scheme,
+    read_asked,
+)
 from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.run.result_reader import Words
+from appliance.quant.text.calibration import Calibration, CalibrationText
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of transformers is no refusal
 TOKENS = [5, 6, 7, 8, 90, 33, 2, 1]
@@ -109,6 +119,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int], set[Form]]] = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class GivenRows(CalibrationText):
+    """Calibration rows that exist already."""
+
+    given: Calibration | None = None
+
+    def rows_of(
+        self, model_path: Path, *, device: str = "cpu", max_ram: int | None = None
+    ) -> Calibration:
+        assert self.given is not None
+        return self.given
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function that writes one of `MODELS`, once."""
@@ -178,6 +201,44 @@ def test_transformers_reads_what_is_said_to_be_read(
         assert distance(report.out, CompressedTensorsConfig(dequantize=True)) < 0.02
     else:  # transformers dequantizes to 16-bit weights
         assert distance(report.out) < 0.02
+
+
+@pytest.mark.parametrize("method", [Method.MXFP4, Method.NVFP4])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_transformers_reads_4_bit_floats_in_the_type_of_the_folder(
+    name: str, method: Method, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    rows = Calibration(torch.randint(0, 96, (4, 32), generator=random), "random", "1", 0)
+    scheme = choose_scheme(method, None, None, symmetric=True)
+    options = QuantizeOptions(scheme, method, GivenRows(given=rows))
+    out = quantize_model(base(name), tmp_path / "out", options).out
+    read: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    read(torch.tensor([TOKENS]))  # decompresses
+    weights, found = open_model(out).weights, dict(read.named_parameters())
+    coded = [slot.name for slot in open_model(out).slots() if slot.is_linear]
+    assert len(coded) == 14
+    for part in coded:
+        expected = dense(weights.load(part), torch.float32)
+        torch.testing.assert_close(found[part].float(), expected, rtol=2**-7, atol=0)
+    listed = readers_of(open_model(out))
+    assert {"vLLM", "transformers with compressed-tensors"} <= set(listed)
+
+
+@pytest.mark.parametrize("reader", [ResultReader.TRANSFORMERS, ResultReader.VLLM])
+def test_what_is_made_for_a_reader_is_read_there(
+    reader: ResultReader, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for name in ("llama", "qwen3_moe"):
+        asked, form = Words(reader=reader, fast=True).read()
+        options = QuantizeOptions(
+            asked.scheme, asked.method, open=asked.open, format=form, reader=reader
+        )
+        report = quantize_model(base(name), tmp_path / name, options)
+        listed = " ".join(readers_of(open_model(report.out))).lower()
+        assert reader.value in listed
+        if reader is ResultReader.TRANSFORMERS:
+            assert distance(report.out) < 0.02
 
 
 def test_linears_that_vllm_computes_as_one_are_told_apart(base: Callable[[str], Path]) -> None:

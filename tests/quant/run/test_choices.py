@@ -15,7 +15,8 @@ from support.models.expert_models import save_experts
 from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model
 from appliance.progress.quantize_events import QuantizeEvent, UnitFinished
-from appliance.quant.formats.scheme import SuperBlockScheme, WeightScheme
+from appliance.quant.formats.ggml_forms import BlockScheme
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run import opening
 from appliance.quant.run.opening import choose_open
 from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, read_asked
@@ -31,8 +32,11 @@ def left_open(
 ) -> QuantizeOptions:
     """The options that a command without --method gives."""
     form = changes.get("format", WeightFormat.COMPRESSED_TENSORS)
-    asked = read_asked(None, bits, size, symmetric=changes.pop("symmetric", None), format=form)
-    return QuantizeOptions(asked.scheme, asked.method, open=asked.open, **changes)
+    named = {name: changes.pop(name, None) for name in ("symmetric", "file_type")}
+    asked = read_asked(None, bits, size, format=form, **named)
+    return QuantizeOptions(
+        asked.scheme, asked.method, open=asked.open, file_type=asked.file_type, **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,9 +53,9 @@ def left_open(
         ({"tie_word_embeddings": True}, {"head": 8}, WeightScheme(4, 32, symmetric=False)),
         ({}, {"format": WeightFormat.GPTQ}, WeightScheme(4, 32)),
         ({}, {"format": WeightFormat.AWQ}, WeightScheme(4, 32, symmetric=False)),
-        ({}, {"format": WeightFormat.GGUF}, SuperBlockScheme("Q4_K")),
-        ({}, {"format": WeightFormat.GGUF, "symmetric": True}, WeightScheme(4, 32)),
-        ({}, {"format": WeightFormat.GGUF, "bits": 6}, SuperBlockScheme("Q6_K")),
+        ({}, {"format": WeightFormat.GGUF}, BlockScheme("Q4_K")),
+        ({}, {"format": WeightFormat.GGUF, "bits": 3}, BlockScheme("Q3_K")),
+        ({}, {"format": WeightFormat.GGUF, "file_type": "iq4_xs"}, BlockScheme("IQ4_XS")),
     ],
 )
 def test_zero_points_and_groups_are_those_of_least_loss_that_others_read(
@@ -64,7 +68,8 @@ def test_zero_points_and_groups_are_those_of_least_loss_that_others_read(
     folder = make_llama("chosen", **settings)
     (folder / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
     found, notes = choose_open(open_model(folder), left_open(**asked))
-    assert (found.method, found.scheme, found.open) == (BEST, scheme, frozenset())
+    best = Method.GPTQ if found.format is WeightFormat.GGUF else BEST
+    assert (found.method, found.scheme, found.open) == (best, scheme, frozenset())
     assert notes == ()
 
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from appliance.errors import ConfigError
+from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.packed import PackedWeight
 from appliance.model.source import open_model
-from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import Fp4Scheme, Fp8Scheme, WeightScheme
 from appliance.quant.methods import fp8, rtn
 from appliance.quant.run.options import Method, QuantizeOptions, choose_scheme
 from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.text.calibration import CalibrationText
 
 MakeFolder = Callable[..., Path]
 ODD = {"intermediate_size": 200}
@@ -62,6 +64,26 @@ def test_blocks_that_would_be_cut_become_channels(make_llama: MakeFolder, tmp_pa
     )
     assert "FP8 by channel" in report.scheme
     assert any("q_proj.weight of 96x96" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("method", [Method.MXFP4, Method.NVFP4])
+def test_4_bit_floats_come_back_in_groups_of_their_own(
+    model: Path, text: Path, tmp_path: Path, method: Method
+) -> None:
+    scheme = choose_scheme(method, None, None, symmetric=True)
+    rows = CalibrationText(text, num_tokens=96, row_tokens=48)
+    report = quantize_model(model, tmp_path / "out", QuantizeOptions(scheme, method, rows))
+    result = open_model(report.out)
+    linears = [slot.name for slot in result.slots() if slot.is_linear]
+    for name in linears:
+        weight = result.weights.load(name)
+        assert isinstance(weight, Fp4Weight), name
+        assert weight.group_size == (32 if method is Method.MXFP4 else 16)
+    (group,) = groups_of(report.out)
+    assert group["format"] == f"{method.value}-pack-quantized"
+    assert (group["targets"], group["input_activations"]) == (["Linear"], None)
+    sides = (0.25, 0.1) if method is Method.MXFP4 else (0.5, 0.2)
+    assert 4 + sides[0] <= report.quantized_bits_per_weight < 4 + sides[0] + sides[1]
 
 
 def test_three_bits_take_three_on_disk_and_come_back_as_four(
@@ -125,6 +147,8 @@ def test_the_matrix_of_both_ends_is_stored_as_the_embedding(
         ("int8", 8, "32", WeightScheme(8, 32)),
         ("fp8", None, None, Fp8Scheme()),
         ("fp8", 8, "block", Fp8Scheme(blockwise=True)),
+        ("mxfp4", 4, "32", Fp4Scheme(has_powers=True)),
+        ("nvfp4", None, None, Fp4Scheme()),
     ],
 )
 def test_what_is_left_out_follows_from_the_method(
@@ -141,6 +165,9 @@ def test_what_is_left_out_follows_from_the_method(
         ("fp8", None, "64", True, "not one of FP8"),
         ("fp8", None, None, False, "no zero points"),
         ("rtn", 4, "block", True, "not 32, 64, 128 or channel"),
+        ("nvfp4", 8, None, True, "leave --bits 8 out"),
+        ("nvfp4", None, "32", True, "groups of 16 .*leave --group-size 32 out"),
+        ("mxfp4", None, None, False, "leave --no-symmetric out"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

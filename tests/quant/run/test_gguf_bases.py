@@ -16,7 +16,7 @@ from appliance.kernels.weights.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import rtn
-from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, gguf_scheme
+from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText
 
@@ -53,15 +53,15 @@ def test_the_weights_of_a_type_are_rounded_as_the_gguf_package_reads_them(
 def test_a_calibrated_run_reads_all_types_and_writes_a_file(tmp_path: Path) -> None:
     base = write_llama(tmp_path / "base.gguf", [*TYPES, *MORE_TYPES], tied=False)
     (tmp_path / "text.txt").write_text("ab!cd " * 200)
-    chosen = QuantizeOptions(
-        gguf_scheme(4, symmetric=False),
+    chosen = QuantizeOptions.of_type(
+        "Q4_K_S",
         method=Method.AWQ_GPTQ,
-        format=WeightFormat.GGUF,
         text=CalibrationText(tmp_path / "text.txt", num_tokens=192, row_tokens=48),
     )
     report = quantize_model(base, tmp_path / "out", chosen)
     assert {t.tensor_type.name for t in gguf.GGUFReader(report.out).tensors} == {
         "Q4_K",
+        "Q5_K",
         "Q6_K",
         "F32",
     }
@@ -76,7 +76,7 @@ def test_a_file_with_biases_that_no_config_says_becomes_a_file_only(tmp_path: Pa
     scheme = QuantizeOptions(WeightScheme(8, 32))
     with pytest.raises(QuantizeError, match=r"biases that the config.json of a qwen2 .* gguf"):
         quantize_model(base, tmp_path / "out", scheme)
-    as_file = QuantizeOptions(gguf_scheme(8, symmetric=True), format=WeightFormat.GGUF)
+    as_file = QuantizeOptions.of_type("Q8_0")
     report = quantize_model(base, tmp_path / "file", as_file)
     written, stored = open_model(report.out), open_model(base)
     assert written.spec == stored.spec

@@ -29,14 +29,15 @@ from appliance.quant.text.calibration import CalibrationText
 
 MIB = 1 << 20
 BESIDE_LIBRARIES = 140 * MIB
+FOR_SLOPES = 25 * MIB  # more where slopes come back through a layer
 RUN = """
 import json, os, re, sys
 from pathlib import Path
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.formats.scheme import TrellisScheme, WeightScheme
 from appliance.progress.quantize_events import RunPlanned
 
 def peak():
@@ -48,7 +49,10 @@ def quantize(model, out, text, method, plans, max_ram=None):
             plans.append(event)
 
     rows = CalibrationText(Path(text), num_tokens=1024, row_tokens=512)
-    options = QuantizeOptions(WeightScheme(4, 64), Method(method), rows, max_ram=max_ram)
+    scheme, form = WeightScheme(4, 64), WeightFormat.COMPRESSED_TENSORS
+    if method == "trellis":
+        scheme, form = TrellisScheme(4), WeightFormat.TRELLIS
+    options = QuantizeOptions(scheme, Method(method), rows, format=form, max_ram=max_ram)
     return quantize_model(Path(model), Path(out), options, keep)
 
 def run(small, large, text, method, beside):
@@ -72,6 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rtn": {"hidden": 512, "middle": 2048, "layers": 5, "vocab": 150_000},
     "gptq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 150_000},
     "awq": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 150_000},
+    "trellis": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 150_000},
 }
 
 
@@ -87,7 +92,8 @@ def large_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
         size = write_large_model(folder / method, **shape)
         assert size > 2 * BESIDE_LIBRARIES, "and its embedding alone is more"
         models = f"{folder / 'small'}", f"{folder / method}"
-        runs.append((*models, f"{text}", method, BESIDE_LIBRARIES))
+        beside = BESIDE_LIBRARIES + FOR_SLOPES * (method == "trellis")
+        runs.append((*models, f"{text}", method, beside))
     command = [sys.executable, "-c", RUN, json.dumps(runs)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -24,6 +24,7 @@ from appliance.model_files.retrieval_recipe import recipe_of_folder
 from appliance.progress.quantize_events import (
     Done,
     QuantizeEvent,
+    RunEstimated,
     RunPlanned,
     Start,
     UnitFinished,
@@ -218,7 +219,8 @@ def test_events_count_units_and_bytes_up_to_the_total(
 ) -> None:
     events: list[QuantizeEvent] = []
     report = quantize_model(make_llama(), tmp_path / "out", on_event=events.append)
-    start, plan, *units, written, done = events
+    estimated, start, plan, *units, written, done = events
+    assert isinstance(estimated, RunEstimated)
     assert isinstance(start, Start)
     assert isinstance(plan, RunPlanned)
     assert sum(kind.nbytes for kind in plan.classes) == report.weight_bytes

@@ -19,6 +19,7 @@ import torch
 from appliance.errors import ChangedRunError, QuantizeError
 from appliance.progress.quantize_events import (
     QuantizeEvent,
+    RunEstimated,
     RunFailed,
     RunPlanned,
     Start,
@@ -130,7 +131,7 @@ def test_the_report_and_the_events_count_both_runs(model: Path, text: Path, tmp_
     begin(model, out, asked)
     lines = (tmp_path / ".out.partial/state/events.jsonl").read_text().splitlines()
     kinds = [type(decode_event(line)) for line in lines]
-    assert kinds == [Start, RunPlanned, UnitFinished, RunFailed]
+    assert kinds == [RunEstimated, Start, RunPlanned, UnitFinished, RunFailed]
     events: list[QuantizeEvent] = []
     report = quantize_model(model, out, asked, events.append)
     assert isinstance(events[0], Start)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from appliance.errors import ConfigError, QuantizeError
 from appliance.quant.text.documents import default_documents
-from appliance.quant.text.held_out import HeldOutText, Windows
+from appliance.quant.text.held_out import KIND_WINDOWS, HeldOutText, Windows, windows_of_kinds
+from appliance.quant.text.samples import chats, openings, tool_openings, tool_tasks
 from appliance.tokenizer import Tokenizer
 
 
@@ -84,3 +87,42 @@ def test_what_cannot_be_measured_is_one_clear_line(numbers: Path, tmp_path: Path
         HeldOutText(window=64, stride=65)
     with pytest.raises(ConfigError, match="do not fill a window of 512"):
         HeldOutText(num_tokens=100)
+
+
+@pytest.mark.model
+def test_passages_of_every_kind_end_where_they_end(smollm2_gguf: Path) -> None:
+    tokenizer = Tokenizer.from_path(smollm2_gguf)
+    windows = windows_of_kinds(tokenizer, 512)
+    assert len(windows.kinds) <= KIND_WINDOWS
+    assert {*windows.kinds} == {"prose", "code", "other languages", "chat", "tool calls"}
+    scored = [
+        tokenizer.decode(tokens[where.start + 1 : where.stop + 1].tolist(), with_control=True)
+        for tokens, where in zip(
+            windows.tokens, map(windows.scored, range(len(windows.kinds))), strict=True
+        )
+    ]
+    for kind, text in zip(windows.kinds, scored, strict=True):
+        if kind == "tool calls":
+            assert text.startswith("<tool_call>")
+            call = json.loads(text.partition("\n")[2].partition("\n")[0])
+            assert call.keys() == {"name", "arguments"}
+        if kind == "chat":
+            assert text.rstrip().endswith("<|im_end|>")
+            assert text.count("<|im_end|>") == 1
+    short = windows_of_kinds(tokenizer, 64)
+    assert short.tokens.shape[1] == 64
+    assert "tool calls" not in short.kinds, "nothing of a call is left"
+    tokenizer.close()
+
+
+def test_no_passage_is_an_opening_of_calibration() -> None:
+    asked = {question for kind in ("chat", "code", "languages") for question in openings(kind)}
+    tools = {name for task in tool_openings() for name in task.schemas}
+    assert asked.isdisjoint(turn["content"] for chat in chats() for turn in chat)
+    assert len([name for task in tool_tasks() for name in task.schemas if name not in tools]) > 10
+    assert not {task.question for task in tool_tasks()} & {t.question for t in tool_openings()}
+
+
+def test_packaged_calls_obey_their_schemas() -> None:
+    for task in (*tool_tasks(), *tool_openings()):
+        jsonschema.validate(task.arguments, task.schemas[task.name])

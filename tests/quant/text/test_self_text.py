@@ -14,14 +14,16 @@ from support.echo.byte_tokenizer import save_byte_tokenizer
 from support.runs.waiting import LIMIT
 
 from appliance.errors import QuantizeError
-from appliance.quant.text import calibration
-from appliance.quant.text.calibration import CalibrationText, WrittenRows, sample_rows
-from appliance.quant.text.row_writer import MIB, first_words, sample_here
+from appliance.quant.text import default_rows
+from appliance.quant.text.answerer import MIB, AnswerJob, WrittenRows, work_here
+from appliance.quant.text.answers import Openings, answer, sample_rows
+from appliance.quant.text.calibration import CalibrationText
+from appliance.quant.text.default_rows import first_words, openings_of, rows_of_kinds
 from appliance.tokenizer import Tokenizer
 
 WATCHED = """
 import sys, threading, time
-from appliance.quant.text.row_writer import _watch
+from appliance.quant.text.answerer import _watch
 
 most, taken = map(int, sys.argv[1:])
 threading.Thread(target=_watch, args=(most,), daemon=True).start()
@@ -33,14 +35,55 @@ time.sleep(600)
 
 @pytest.mark.model
 def test_the_same_seed_writes_the_same_rows(smollm2_gguf: Path) -> None:
-    written = sample_rows(smollm2_gguf, 3, 24, seed=1)
-    first = written.rows
-    assert [len(row) for row in first] == [24] * 3
-    assert sample_here(str(smollm2_gguf), "cpu", 3, 24, 1) == first, "in another process too"
+    tokenizer = Tokenizer.from_path(smollm2_gguf)
+    openings = [
+        *openings_of(default_rows.FREE, tokenizer, 2, seed=1),
+        *openings_of(default_rows.CHATS, tokenizer, 2, seed=1),
+    ]
+    written = sample_rows(smollm2_gguf, openings, 96, seed=1)
+    assert [len(row) for row in written.rows] == [96] * 4
+    for prompts, row in zip(openings, written.rows, strict=True):
+        assert row[: len(prompts[0])] == prompts[0]
+    job = AnswerJob(model=str(smollm2_gguf), device="cpu", openings=openings, length=96, seed=1)
+    assert work_here(job) == written.rows, "in another process too"
     weights = smollm2_gguf.stat().st_size
     assert written.peak_ram > psutil.Process().memory_info().rss / 2 + weights
-    words = first_words(Tokenizer.from_path(smollm2_gguf), 3, seed=1)
-    assert all(word in row[:2] for word, row in zip(words, first, strict=True))
+    words = first_words(tokenizer, 3, seed=1)
+    assert all(len(tokenizer.decode([word]).strip()) > 2 for word in words)
+    tokenizer.close()
+
+
+@pytest.mark.model
+def test_the_next_question_follows_where_an_answer_ends(smollm2_gguf: Path) -> None:
+    tokenizer = Tokenizer.from_path(smollm2_gguf)
+    asked = [
+        tokenizer.encode_chat([{"role": "user", "content": f"Say only the word {word}."}])
+        for word in ("yes", "no")
+    ]
+    (row,) = sample_rows(smollm2_gguf, [asked], 400, seed=0).rows
+    text = tokenizer.decode(row, with_control=True)
+    assert text.count("Say only the word yes.<|im_end|>") >= 1
+    assert text.count("Say only the word no.<|im_end|>") >= 1
+    assert len(row) == 400
+
+
+@pytest.mark.model
+def test_prompts_are_answered_greedily(smollm2_gguf: Path) -> None:
+    tokenizer = Tokenizer.from_path(smollm2_gguf)
+    question = "What is the capital of Japan?"
+    prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+    first, second = answer(smollm2_gguf, [prompt, prompt], 24)
+    assert first == second
+    assert "Tokyo" in tokenizer.decode(first)
+    assert len(first) <= 24
+
+
+def test_rows_are_divided_by_their_shares() -> None:
+    for count in (1, 2, 7, 16, 64, 200):
+        found = rows_of_kinds(count)
+        assert sum(found.values()) == count
+        for kind, share in default_rows.SHARES.items():
+            assert abs(found[kind] - share * count) < 1
 
 
 def test_a_vocabulary_without_words_begins_with_any_token(tmp_path: Path) -> None:
@@ -54,42 +97,50 @@ def test_a_vocabulary_without_words_begins_with_any_token(tmp_path: Path) -> Non
 
 def test_a_model_that_cannot_run_is_named_with_what_helps(tmp_path: Path) -> None:
     with pytest.raises(QuantizeError, match="--calibration"):
-        sample_rows(tmp_path / "none.gguf", 1, 8, seed=0)
+        sample_rows(tmp_path / "none.gguf", [[[1]]], 8, seed=0)
 
 
 @pytest.mark.model
-def test_help_topics_are_the_rest_and_stand_in_for_all(
+def test_every_kind_is_there_and_sources_stand_in_for_all(
     smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = Tokenizer.from_path(smollm2_gguf)
 
-    def written(model: Path, count: int, row_tokens: int, seed: int, **_: Any) -> WrittenRows:
-        return WrittenRows([[7] * row_tokens] * count, 123)
+    def written(
+        _: Path, openings: list[Openings], row_tokens: int, *__: Any, **___: Any
+    ) -> WrittenRows:
+        assert all(prompts for prompts in openings)
+        return WrittenRows([[7] * row_tokens] * len(openings), 123)
 
-    def refused(*_: Any, **__: Any) -> list[list[int]]:
+    def refused(*_: Any, **__: Any) -> WrittenRows:
         raise QuantizeError("too large")
 
-    text = CalibrationText(num_tokens=512, row_tokens=64)
-    monkeypatch.setattr(calibration, "sample_rows", written)
-    rows = calibration.default_rows(smollm2_gguf, tokenizer, text)
-    assert rows.rows.shape == (8, 64)
-    assert int((rows.rows == 7).all(1).sum()) == 6
-    assert "own making" in rows.source
+    text = CalibrationText(num_tokens=1280, row_tokens=64)
+    monkeypatch.setattr(default_rows, "sample_rows", written)
+    rows = default_rows.default_rows(smollm2_gguf, tokenizer, text)
+    assert rows.rows.shape == (20, 64)
+    library = rows_of_kinds(20)[default_rows.LIBRARY]
+    assert int((rows.rows == 7).all(1).sum()) == 20 - library
+    for kind in default_rows.SHARES:
+        assert kind in rows.source
     assert rows.peak_ram == 123
-    few = calibration.default_rows(smollm2_gguf, tokenizer, CalibrationText(None, 128, 64))
+    again = default_rows.default_rows(smollm2_gguf, tokenizer, text)
+    assert torch.equal(again.rows, rows.rows)
+    few = default_rows.default_rows(smollm2_gguf, tokenizer, CalibrationText(None, 128, 64))
     assert few.rows.shape == (2, 64)
-    assert few.rows.dtype == torch.int64, "also where no row is of help topics"
-    monkeypatch.setattr(calibration, "sample_rows", refused)
-    rows = calibration.default_rows(smollm2_gguf, tokenizer, text)
-    assert rows.rows.shape == (8, 64)
+    assert few.rows.dtype == torch.int64
+    monkeypatch.setattr(default_rows, "sample_rows", refused)
+    rows = default_rows.default_rows(smollm2_gguf, tokenizer, text)
+    assert rows.rows.shape == (20, 64)
     assert "too large" in rows.source
+    tokenizer.close()
 
 
 @pytest.mark.model
 def test_a_ceiling_below_which_the_model_does_not_fit_is_kept(smollm2_gguf: Path) -> None:
     used = psutil.Process().memory_info().rss
     with pytest.raises(QuantizeError, match=r"takes (at least|more than) \d+ MiB.*--max-ram"):
-        sample_rows(smollm2_gguf, 1, 16, seed=0, max_ram=used + 200 * MIB)
+        sample_rows(smollm2_gguf, [[[1]]], 16, seed=0, max_ram=used + 200 * MIB)
 
 
 def child(*arguments: str) -> subprocess.Popen[bytes]:

@@ -9,12 +9,14 @@ from appliance.quant.quality.card import (
     Cost,
     Figure,
     Histogram,
+    KindRow,
     KVRow,
     LayerError,
     ModelFacts,
     QuantizeFacts,
     TaskScore,
     TextFacts,
+    ToolCalls,
 )
 
 
@@ -70,4 +72,9 @@ def make_card(
         cost=Cost(10.0, 20.0, 1 << 29, 0, "cpu"),
         tasks=(TaskScore("arc", "acc", 0.5, 0.1, 20), TaskScore("b", "f1", 1.0, None, 0)),
         notes=("measured on <little>",),
+        kinds=(
+            KindRow("prose", 5, make_comparison(0.2, 82.0)),
+            KindRow("tool calls", 10, make_comparison(0.02, 97.0)),
+        ),
+        calls=ToolCalls(10, True, 8, 7, 6),
     )
