@@ -5,6 +5,7 @@ Imports torch only where a GPU is asked about.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.cpu.structs import Isa
     from appliance.kernels.operations import Backend
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,15 @@ def unused_gpu(config: EngineConfig) -> str:
     return "" if config.device == "cpu" else gpu_use().in_words()
 
 
+def note_unused_gpu(config: EngineConfig, notes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Log `unused_gpu`; return it, and a load's notes with it in front."""
+    unused = unused_gpu(config)
+    if not unused:
+        return "", notes
+    logger.warning("%s", unused)
+    return unused, (unused, *notes)
+
+
 def memory_budget(device: torch.device | Processor, gpu_memory_utilization: float) -> int:
     """Return the bytes that this process may still take on a device."""
     if device.type == "cuda":
@@ -128,5 +141,6 @@ def backend_of(config: EngineConfig, device: torch.device) -> Backend:
 
         open_driver()
     if wants_adapters(config):  # adapters add to gate and up before the activation
-        backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
+        gated = REFERENCE.prepare_gated
+        backend = replace(backend, prepare_gated=gated, stacks_shared=False)
     return backend

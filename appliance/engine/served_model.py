@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import msgspec
 
 from appliance.errors import ConfigError
 from appliance.files import open_regular
+from appliance.kernels.cache.state_format import StateFormat
 from appliance.model.source import open_model
 from appliance.model_files.gguf_names import parts_of
 from appliance.version import __version__
@@ -39,6 +41,8 @@ def settings_for(config: EngineConfig, source: ModelSource) -> EngineConfig:
     asked = [] if config.speculate in ("auto", "off") else [f"--speculate {config.speculate}"]
     asked += ["--kv-host-memory"] if config.kv_host_memory else []
     asked += ["--state-checkpoint-memory"] if config.state_checkpoint_memory else []
+    if config.mamba_cache_dtype not in ("auto", "fp32"):
+        asked += [f"--mamba-cache-dtype {config.mamba_cache_dtype}"]
     if asked:
         raise ConfigError(
             f"{asked[0]} cannot be had with {source.spec.architecture}, whose sequences have caches"
@@ -54,18 +58,30 @@ def open_served(config: EngineConfig) -> ModelSource:
         ConfigError: its weights have no more bits than they should be rounded to.
         ModelError: as `open_model`.
     """
-    source = open_model(Path(config.model), in_torch=False)
-    if config.weight_bits is None:
+    source = with_state_format(open_model(Path(config.model), in_torch=False), config)
+    if config.weight_bits is None and config.end_bits is None:
         return source
     from appliance.model.narrowed import narrowed
 
-    found = narrowed(source, config.weight_bits)
+    found = narrowed(source, config.weight_bits, config.end_bits)
+    if found is None and config.weight_bits is None:
+        raise ConfigError(
+            f"--end-bits {config.end_bits}: embedding and head of {config.model} have no more bits"
+            " already, or their width does not divide by 32; leave it out"
+        )
     if found is None:
         raise ConfigError(
             f"--weight-bits {config.weight_bits}: most weights of {config.model} have no more bits"
             " already, or their width does not divide by 32; leave it out"
         )
     return found
+
+
+def with_state_format(source: ModelSource, config: EngineConfig) -> ModelSource:
+    """Return the model with its recurrent states kept as the settings say."""
+    name = config.mamba_cache_dtype
+    kept = StateFormat.FP32 if name == "auto" else StateFormat(name)
+    return replace(source, spec=replace(source.spec, state_format=kept))
 
 
 def weights_digest(path: Path) -> bytes:

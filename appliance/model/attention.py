@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from appliance.kernels.cache.sealed_blocks import SealedBlocks
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.operations import HeadNorms
+from appliance.kernels.head_norms import HeadNorms
 from appliance.model.adapters.torch_slots import run_adapted
-from appliance.model.spec import HeadNormKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,24 +63,20 @@ class Attention:
         qkv = run_adapted(self.qkv, hidden, adapters, AdapterPlace.INTO_MIXER)
         gates = None
         if spec.head_gates:
-            qkv, gates = qkv[:, : -spec.num_heads].contiguous(), qkv[:, -spec.num_heads :, None]
+            qkv, gates = qkv[:, : -spec.num_heads], qkv[:, -spec.num_heads :, None]
         qkv = qkv.view(num_tokens, -1, spec.head_dim)
         if spec.output_gate:
-            qkv, gates = qkv[:, : -spec.num_heads].contiguous(), qkv[:, -spec.num_heads :]
-        cos, sin = step.rotations[self.rope]
-        if spec.kv_layer is None:
-            qkv = self._with_values(qkv)
-            if spec.head_norms is HeadNormKind.ROTATED:
-                qkv, cos, sin = self._rotated(qkv, cos, sin), cos[:, :0], sin[:, :0]
-            elif spec.head_norms is HeadNormKind.ALL:
-                qkv = self._normed_at_once(qkv)
-            query = write_step(backend, qkv, cos, sin, cache, step.batch, self._norms())
-        else:
-            assert spec.head_norms is HeadNormKind.EACH, "a layer that reads another's keys"
-            query = backend.rotary(self._normed(qkv, self.query_norm), cos, sin)
-        factor = step.query_scales[self.rope]
-        if factor is not None:
-            query = query * factor.view(-1, 1, 1).to(query.dtype)
+            qkv, gates = qkv[:, : -spec.num_heads], qkv[:, -spec.num_heads :]
+        query = write_step(
+            backend,
+            qkv,
+            *step.rotations[self.rope],
+            cache,
+            None if spec.kv_layer is not None else step.batch,
+            self._norms(),
+            step.query_scales[self.rope],
+            keys_are_values=spec.keys_are_values,
+        )
         attended = backend.paged_attention(
             query,
             cache,
@@ -94,57 +87,23 @@ class Attention:
             sinks=self.sinks,
         )
         if gates is not None:
-            attended = attended * gates.float().sigmoid().to(attended.dtype)
+            attended = backend.gate_heads(attended, gates)
         attended = attended.reshape(num_tokens, -1)
         return run_adapted(self.output, attended, adapters, AdapterPlace.OUT_OF_MIXER)
 
-    def _with_values(self, qkv: Tensor) -> Tensor:
-        """Append or norm the value heads."""
-        spec = self.spec
-        if not spec.keys_are_values and self.value_norm is None:
-            return qkv
-        before_values = spec.num_heads + spec.num_kv_heads
-        values = qkv[:, -spec.num_kv_heads :]
-        return torch.cat((qkv[:, :before_values], self._normed(values, self.value_norm)), dim=1)
-
-    def _normed_at_once(self, qkv: Tensor) -> Tensor:
-        """Norm all queries of a token as one vector, and all its keys."""
-        assert self.query_norm is not None
-        assert self.key_norm is not None
-        queries, keys, values = self._split(qkv)
-        normed = [
-            norm.of(heads.reshape(heads.shape[0], -1), self.backend).view(heads.shape)
-            for heads, norm in ((queries, self.query_norm), (keys, self.key_norm))
-        ]
-        return torch.cat((*normed, values), dim=1)
-
-    def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys, then norm them."""
-        queries, keys, values = self._split(qkv)
-        turned = [self.backend.rotary(heads.contiguous(), cos, sin) for heads in (queries, keys)]
-        norms = (self.query_norm, self.key_norm)
-        normed = [self._normed(heads, norm) for heads, norm in zip(turned, norms, strict=True)]
-        return torch.cat((*normed, values), dim=1)
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spec = self.spec
-        counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        queries, keys, values = qkv.split(counts, dim=1)
-        return queries, keys, values
-
-    def _normed(self, heads: Tensor, norm: Norm | None) -> Tensor:
-        if norm is None:
-            return heads
-        rows = heads.reshape(-1, self.spec.head_dim)
-        return norm.of(rows, self.backend).view(heads.shape)
-
     def _norms(self) -> HeadNorms | None:
-        if self.query_norm is None or self.key_norm is None:
+        query, key, value = self.query_norm, self.key_norm, self.value_norm
+        if query is None:
+            assert value is None, "values are normed where queries are"
             return None
-        if self.spec.head_norms is not HeadNormKind.EACH:
-            return None
-        assert self.query_norm.eps == self.key_norm.eps
-        return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)
+        assert key is None or query.eps == key.eps
+        return HeadNorms(
+            query.weight,
+            None if key is None else key.weight,
+            query.eps,
+            self.spec.head_norms,
+            None if value is None else value.eps,
+        )
 
 
 def write_step(
@@ -153,20 +112,29 @@ def write_step(
     cos: Tensor,
     sin: Tensor,
     cache: AnyLayerCache,
-    batch: RaggedBatch,
+    batch: RaggedBatch | None,
     norms: HeadNorms | None = None,
+    query_scale: Tensor | None = None,
+    *,
+    keys_are_values: bool = False,
 ) -> Tensor:
     """Write a step's keys and values to the cache and seal the blocks they fill.
 
-    Arguments as for `kv_write.reference.rotate_and_write_with`; returns the queries.
+    Arguments as for `kv_write.reference.rotate_and_write_with`; returns the queries. Without a
+    batch, qkv are the queries alone of a layer that reads what another has written.
     """
-    if not isinstance(cache, SealedBlocks):
-        return backend.rotate_and_write(qkv, cos, sin, cache, batch.slot_mapping, norms)
-    spans = batch.sealed
-    assert spans is not None
-    assert spans.slot_mapping is not None
-    query = backend.rotate_and_write(qkv, cos, sin, cache.open, spans.slot_mapping, norms)
-    if spans.moves is not None and len(spans.moves):
+    written = cache.open if isinstance(cache, SealedBlocks) else cache
+    slots, spans = None if batch is None else batch.slot_mapping, None
+    if isinstance(cache, SealedBlocks) and batch is not None:
+        spans = batch.sealed
+        assert spans is not None
+        assert spans.slot_mapping is not None
+        slots = spans.slot_mapping
+    query = backend.rotate_and_write(
+        qkv, cos, sin, written, slots, norms, query_scale, keys_are_values=keys_are_values
+    )
+    if spans is not None and spans.moves is not None and len(spans.moves):
+        assert isinstance(cache, SealedBlocks)
         backend.seal_kv(cache, spans.moves)
     return query
 
@@ -198,39 +166,26 @@ class LatentAttention:
 
     def __call__(self, hidden: Tensor, step: Step, cache: AnyLayerCache) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape."""
-        spec = self.spec
-        found = self.inputs(hidden)
-        queries, tokens = found[:, : -spec.width].contiguous(), found[:, -spec.width :]
-        self._write(tokens, step, cache)
-        if self.queries is not None and self.query_norm is not None:
-            queries = self.queries(self._normed(queries, self.query_norm))
-        heads = queries.unflatten(-1, (spec.num_heads, spec.query_dim))
-        plain, turning = heads.split([spec.plain_dim, spec.rope_dim], dim=-1)
-        plain = torch.einsum("nhd,hdl->nhl", plain, self.keys.to(plain.dtype))
-        query = torch.cat((plain, self._rotated(turning, step)), dim=-1)
-        factor = step.query_scales[self.rope]
-        if factor is not None:
-            query = query * factor.view(-1, 1, 1).to(query.dtype)
-        attended = self.backend.latent_attention(
-            query, cache, step.attention_work, scale=spec.scale, latent=spec.latent
-        )
-        values = torch.einsum("nhl,hvl->nhv", attended, self.values.to(attended.dtype))
-        return self.output(values.flatten(1))
-
-    def _write(self, tokens: Tensor, step: Step, cache: AnyLayerCache) -> None:
-        """Write tokens (num_tokens, width) to the cache."""
-        spec = self.spec
-        latents, turning = tokens.split([spec.latent, spec.rope_dim], dim=-1)
-        rotated = self._rotated(turning.unsqueeze(1), step).squeeze(1)
-        kept = torch.cat((self._normed(latents.contiguous(), self.norm), rotated), dim=-1)
-        first, second = kept.unsqueeze(1).chunk(2, dim=-1)
-        assert not isinstance(cache, SealedBlocks), "refused before"
-        slots = step.batch.slot_mapping
-        self.backend.write_kv(first.contiguous(), second.contiguous(), cache, slots)
-
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        return norm.of(x, self.backend)
-
-    def _rotated(self, heads: Tensor, step: Step) -> Tensor:
+        spec, backend = self.spec, self.backend
         cos, sin = step.rotations[self.rope]
-        return self.backend.rotary(heads.contiguous(), cos, sin)
+        found = self.inputs(hidden)
+        queries = backend.write_latents(
+            found, cos, sin, cache, step.batch.slot_mapping, self.norm, self.query_norm
+        )
+        if self.queries is None:
+            queries = found[:, : -spec.width]
+        else:
+            assert queries is not None
+            queries = self.queries(queries)
+        values = backend.latent_attention(
+            queries.view(len(hidden), spec.num_heads, spec.query_dim),
+            cos,
+            sin,
+            cache,
+            step.attention_work,
+            keys=self.keys,
+            values=self.values,
+            scale=spec.scale,
+            query_scale=step.query_scales[self.rope],
+        )
+        return self.output(values.flatten(1))

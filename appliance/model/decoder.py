@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from appliance.model.host_experts import HostCalls
     from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
+    from appliance.model.prompt_layers import PromptLayers
     from appliance.model.rope import Rope
     from appliance.model.shard.joint import PartialEmbedding
     from appliance.model.shard.shard import Shard
@@ -55,6 +56,7 @@ class Decoder:
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
         shard: the part of a model that this is; None: it is all of it.
         on_layer: called after each layer, to show progress in a long step.
+        prompts: the layers for steps with prompts; None: the same.
     """
 
     spec: DecoderSpec
@@ -73,6 +75,7 @@ class Decoder:
     num_dense: int = 0
     shard: Shard | None = None
     on_layer: Callable[[], None] = _ignore
+    prompts: PromptLayers | None = None
 
     @property
     def is_enqueued(self) -> bool:
@@ -130,8 +133,10 @@ class Decoder:
         )
         first = self.first_norm
         hidden = stream if first is None else first.of(stream, self.backend)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
+        last, layers = len(self.layers) - 1, self.layers
+        if self.prompts is not None and batch.prompts_from is not None:
+            layers = self.prompts.behind(batch.prompts_from)
+        for index, layer in enumerate(layers):
             kept: MixerCache | None = None
             if layer.cache_place is not None:
                 attends = isinstance(layer.mixer, Attention | LatentAttention)

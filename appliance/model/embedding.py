@@ -104,7 +104,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Adds a layer's input to the stream."""
+    """Computes what a layer's input adds to the stream, before its norm."""
 
     backend: Backend
     activation: Activation
@@ -113,7 +113,5 @@ class LayerInput:
     norm: Norm
 
     def __call__(self, stream: Tensor, inputs: Tensor) -> Tensor:
-        """Add inputs (num_tokens, width) to the stream (num_tokens, hidden_size)."""
-        beside = torch.cat((self.gate(stream), inputs), dim=-1)
-        added = self.up(self.backend.gated_activation(beside, self.activation))
-        return stream + self.norm.of(added, self.backend)
+        """Map stream (num_tokens, hidden_size) and inputs (num_tokens, width) to its shape."""
+        return self.up(self.backend.gated_activation(self.gate(stream), self.activation, inputs))

@@ -154,14 +154,15 @@ def heads_of(spec: DecoderSpec) -> Sequence[tuple[int, int]]:
 
 def state_views(spec: DecoderSpec, states: Tensor) -> tuple[tuple[Tensor, ...], ...]:
     """View state slots (num_slots, state_bytes) uint8 as each recurrent layer's tensors."""
-    import torch
-
+    dtype = spec.state_format.dtype
     views = []
     for index, offsets in spec.state_offsets.items():
         mixer = spec.recurrent_layers[index]
         views.append(
             tuple(
-                states[:, offset : offset + 4 * prod(shape)].view(torch.float32).unflatten(1, shape)
+                states[:, offset : offset + dtype.itemsize * prod(shape)]
+                .view(dtype)
+                .unflatten(1, shape)
                 for offset, shape in zip(offsets, mixer.state, strict=True)
             )
         )

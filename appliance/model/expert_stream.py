@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from appliance.kernels.activation import Activation
 from appliance.kernels.cpu.arena import ALIGNMENT
 from appliance.kernels.cpu.weight_bytes import memory_of
-from appliance.kernels.gated_activation.reference import activated
 from appliance.kernels.library_tiles.tiles import LinearTiles
 
 if TYPE_CHECKING:
@@ -249,7 +248,7 @@ class StreamedExperts:
             middle = self.stream.backend.gated_activation(middle, activation)
         else:
             assert isinstance(activation, Activation), "a clamp has a gate"
-            middle = activated(middle, activation)
+            middle = self.stream.backend.activated(middle, activation)
         return self._multiply(down, middle)
 
     def _multiply(self, tiles: LinearTiles, x: Tensor) -> Tensor:

@@ -155,6 +155,9 @@ class SeparatedExperts:
     def packed_bits(self, name: str) -> int | None:
         return self._weights.packed_bits(self._stored(name))
 
+    def group_size(self, name: str) -> int | None:
+        return self._weights.group_size(self._stored(name))
+
     def float_bits(self, name: str) -> int | None:
         return self._weights.float_bits(self._stored(name))
 

@@ -10,11 +10,15 @@ import torch
 from torch.nn.functional import linear
 
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
-from appliance.kernels.operations import ChosenExperts, Shared
+from appliance.kernels.operations import ChosenExperts, RouterWeights, Shared
+from appliance.kernels.packed_matmul.tiled import GATE_RUN, interleaved_gate_up
 from appliance.kernels.weight_codes.order import TILE_N
 from appliance.kernels.weights.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
+from appliance.kernels.weights.weight import column_unit, some_columns
 from appliance.model.host_experts import HostExperts
+from appliance.model.layer_weights import MLPWeights
 from appliance.model.linear import LinearPart, stack_neighbours
 
 if TYPE_CHECKING:
@@ -26,10 +30,7 @@ if TYPE_CHECKING:
     from appliance.kernels.routing import Router
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.host_experts import HostCalls
-    from appliance.model.layer_weights import ExpertNorms, MLPWeights
     from appliance.model.layers import MLP
-    from appliance.model.norm import Norm
-    from appliance.model.shard.joint import Joint
     from appliance.model.spec import ExpertsSpec
 
 
@@ -39,36 +40,28 @@ class Experts:
 
     Attributes:
         held: numbers of the experts that are here; the others' ranks add what they say.
-        router_weight: (num_experts, hidden_size) float32; with `has_gate_row`, one row more.
-        router_bias: (num_experts,) float32; likewise.
-        selection_bias: (num_experts,) float32.
+        shared: None also where it is among the experts.
         shared_gate: (1, hidden_size) float32.
-        expert_scale: (num_experts,) float32.
         grouped: all held experts as one operation, here or in host memory; if None, `experts` run
             one by one and the host waits for the router's choice.
-        norms: the experts' own; see `ExpertsSpec`.
         latent: around the chosen experts; the router and the shared one read the row itself.
         weighs_inputs: see `ExpertsSpec`.
         has_gate_row: the router's last row is the gate of the shared MLP.
-        joint: with `norms`, sums the ranks' parts before them; None if this is all of it.
+        num_shared: experts, behind the router's, that are the shared MLP.
     """
 
     router: Router
     held: range
-    router_weight: Tensor
-    router_bias: Tensor | None
-    selection_bias: Tensor | None
+    router_weights: RouterWeights
     grouped: RoutedMLPs | HostExperts | None
     experts: tuple[MLP, ...]
     shared: MLP | None
     shared_gate: Tensor | None
-    expert_scale: Tensor | None
-    norms: ExpertNorms | None
     backend: Backend
     latent: LatentRows | None = None
     weighs_inputs: bool = False
     has_gate_row: bool = False
-    joint: Joint | None = None
+    num_shared: int = 0
 
     @property
     def is_enqueued(self) -> bool:
@@ -80,32 +73,27 @@ class Experts:
         """The calls to the host, if the experts are in its memory."""
         return self.grouped.side.calls if isinstance(self.grouped, HostExperts) else None
 
-    def __call__(
-        self, hidden: Tensor, stream: Tensor, adapters: LayerAdapters | None = None
-    ) -> Tensor:
-        """Map hidden (num_tokens, hidden_size) to the same shape; sums in float32.
+    def __call__(self, hidden: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
+        """Map hidden (num_tokens, hidden_size) to the same shape; sums in float32."""
+        chosen, gate = self._begin_chosen(hidden, hidden)
+        return chosen(self._shared(hidden, adapters, gate))
 
-        `hidden` is a norm of `stream`.
+    def normed_apart(
+        self, hidden: Tensor, adapters: LayerAdapters | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same with `own_norms`, which are the layer's.
+
+        Args:
+            hidden: (3, num_tokens, hidden_size): what shared MLP, router and experts read.
+
+        Returns:
+            What the chosen experts say, and what the shared MLP does.
         """
-        if self.norms is None:
-            chosen, gate = self._begin_chosen(hidden, hidden)
-            return chosen(self._shared(hidden, adapters, gate))
-        norms = self.norms
-        chosen, gate = self._begin_chosen(
-            self._norm(stream, norms.router), self._norm(stream, norms.input)
-        )
-        shared = self._shared(hidden, adapters, gate)
+        read, routed, of_experts = hidden
+        chosen, _ = self._begin_chosen(routed, of_experts)
+        shared = self._shared(read, adapters, None)
         assert shared is not None
-        assert shared.gate is None
-        said = self._normed_sum(shared.rows, norms.shared)
-        return said + self._normed_sum(chosen(None), norms.output)
-
-    def _normed_sum(self, said: Tensor, norm: Norm) -> Tensor:
-        """Norm what all ranks say."""
-        return self._norm(said if self.joint is None else self.joint.sum(said), norm)
-
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return norm.of(x, self.backend)
+        return chosen(None), shared.rows
 
     def _begin_chosen(
         self, routed: Tensor, hidden: Tensor
@@ -118,12 +106,14 @@ class Experts:
             A function that adds what is shared to the experts' sum, in the type of `hidden`; and
             the logits of the shared MLP's gate, if the router has its row.
         """
-        logits = self.backend.router_logits(routed, self.router_weight, self.router_bias)
-        gate = None
-        if self.has_gate_row:
-            logits, gate = logits[:, :-1], logits[:, -1:]
-        choice = self.backend.route(
-            logits, self.router, self.held, self.selection_bias, self.expert_scale
+        choice, gate = self.backend.choose(
+            routed,
+            self.router_weights,
+            self.router,
+            self.held,
+            shared=self.num_shared,
+            has_gate=self.has_gate_row,
+            timed=None if isinstance(self.grouped, HostExperts | None) else self.grouped.timed,
         )
         if self.latent is None:
             return self._begin(hidden, choice), gate
@@ -196,18 +186,67 @@ def _of_weighed(
 
 
 def group_experts(
-    expert: Callable[[int], MLPWeights], spec: ExpertsSpec, backend: Backend, dtype: torch.dtype
-) -> RoutedMLPs | None:
-    """Build all experts as one operation; None if backend or packing do not allow it."""
+    expert: Callable[[int], MLPWeights],
+    shared: MLPWeights | None,
+    spec: ExpertsSpec,
+    backend: Backend,
+    dtype: torch.dtype,
+) -> tuple[RoutedMLPs | None, int]:
+    """Build all experts as one operation; None if backend or packing do not allow it.
+
+    Returns:
+        The operation, and how many of its last experts are the shared MLP.
+    """
     if backend.prepare_experts is None:
-        return None
-    stacked = stack_experts([expert(number) for number in spec.experts], spec)
-    return None if stacked is None else backend.prepare_experts(stacked, dtype)
+        return None, 0
+    experts = [expert(number) for number in spec.experts]
+    always = []
+    if shared is not None and backend.stacks_shared:
+        always = as_experts(shared, spec)
+    for more in (always, []) if always else ([],):
+        stacked = stack_experts([*experts, *more], spec)
+        grouped = None if stacked is None else backend.prepare_experts(stacked, dtype)
+        if grouped is not None:
+            return grouped, len(more)
+    return None, 0
+
+
+def as_experts(shared: MLPWeights, spec: ExpertsSpec) -> list[MLPWeights]:
+    """Cut a shared MLP into experts as wide as the chosen ones; none if it is unlike them.
+
+    The sum of what they say is what it says.
+    """
+    own, width = spec.shared, spec.intermediate_size
+    assert own is not None
+    is_like = (own.activation, own.gated, own.bias) == (spec.activation, spec.gated, spec.bias)
+    apart = spec.own_norms or spec.latent is not None or spec.held is not None
+    count, rest = divmod(own.intermediate_size, width)
+    if not is_like or apart or rest or own.bias:
+        return []
+    if count == 1:
+        return [shared]
+    unit = column_unit(shared.down.weight)
+    if unit is None or width % unit:
+        return []
+    cuts = [slice(start, start + width) for start in range(0, own.intermediate_size, width)]
+    halves = [
+        part.rows(slice(start, start + own.intermediate_size))
+        for part in shared.gate_up
+        for start in range(0, part.weight.shape[0], own.intermediate_size)
+    ]
+    return [
+        MLPWeights(
+            [half.rows(cut) for half in halves],
+            replace(shared.down, weight=some_columns(shared.down.weight, cut.start, cut.stop)),
+        )
+        for cut in cuts
+    ]
 
 
 def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedExperts | None:
     """Stack the weights of experts; None if their packing does not allow it."""
-    inner, up = _stack([expert.gate_up for expert in experts]), None
+    runs = _in_runs(experts, spec)
+    inner, up = _stack([expert.gate_up for expert in experts] if runs is None else runs), None
     if inner is None and all(len(expert.gate_up) == 2 for expert in experts):
         inner, up = (_stack([[expert.gate_up[half]] for expert in experts]) for half in range(2))
         if up is None:
@@ -224,7 +263,25 @@ def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedEx
         up,
         is_part=spec.held is not None,
         weighs_inputs=spec.weighs_inputs,
+        in_runs=runs is not None,
     )
+
+
+def _in_runs(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> list[list[LinearPart]] | None:
+    """Return gate and up with rows that alternate in runs, for one operation with the activation.
+
+    None if their rows have no runs, or scales or codes that rows share.
+    """
+    if not spec.gated or spec.intermediate_size % GATE_RUN:
+        return None
+    found = []
+    for expert in experts:
+        stacked = stack_neighbours(expert.gate_up)
+        if len(stacked) > 1 or isinstance(stacked[0].weight, Fp8Weight | TrellisWeight):
+            return None
+        (part,) = stacked
+        found.append([part.rows(interleaved_gate_up(part.weight.shape[0]).to(part.device))])
+    return found
 
 
 def _stack(experts: Sequence[list[LinearPart]]) -> StackedLinear | None:

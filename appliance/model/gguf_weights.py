@@ -86,6 +86,10 @@ class GGUFReader(ABC):
         stored = self._matrix(name)
         return None if stored is None else widened_bits(self._file.type_name(stored))
 
+    def group_size(self, name: str) -> int | None:
+        """Return None: `held_bytes` says what blocks take."""
+        return None
+
     def float_bits(self, name: str) -> int | None:
         """Return the bits of a weight's floating-point codes; None if it has none."""
         stored = self._matrix(name)

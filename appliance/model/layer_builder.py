@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
 from appliance.kernels.activation import Activation
+from appliance.kernels.operations import RouterWeights
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.embedding import Embedding, LayerInput, TokenInputs
 from appliance.model.experts import Experts, LatentRows, group_experts
 from appliance.model.layer_weights import (
     AttentionWeights,
+    ExpertsWeights,
     GatedDeltaWeights,
     LatentWeights,
     Mamba2Weights,
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from appliance.kernels.weights.weight import Weight
     from appliance.model.host_experts import HostExperts
     from appliance.model.layer_weights import (
-        ExpertsWeights,
+        ExpertNorms,
         LayerInputWeights,
         LayerWeights,
         MixerWeights,
@@ -41,8 +44,17 @@ if TYPE_CHECKING:
     from appliance.model.layers import Mixer
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
-    from appliance.model.shard.joint import JoinedShard, Joint
+    from appliance.model.shard.joint import JoinedShard
     from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
+
+
+def _with_experts(norm: Norm | None, norms: ExpertNorms | None) -> Norm | None:
+    """Stack the norms that MLP, router and experts read, of one stream."""
+    if norm is None or norms is None:
+        return norm
+    assert norm.eps == norms.router.eps == norms.input.eps
+    weights = [each.weight for each in (norm, norms.router, norms.input)]
+    return replace(norm, weight=torch.stack(weights))
 
 
 class LayerBuilder:
@@ -73,7 +85,7 @@ class LayerBuilder:
     ) -> DecoderLayer:
         """Build a layer; `experts` run in place of its routed ones, which are not read."""
         mixer_joint, mlp_joint = (None, None) if self._part is None else self._part.joints(index)
-        norms_sums = isinstance(spec.mlp, ExpertsSpec) and spec.mlp.own_norms
+        norms = weights.mlp.norms if isinstance(weights.mlp, ExpertsWeights) else None
         return DecoderLayer(
             backend=self._backend,
             mixer=None
@@ -81,10 +93,8 @@ class LayerBuilder:
             else self._mixer(weights.mixer, spec.mixer),
             mlp=None
             if weights.mlp is None or spec.mlp is None
-            else self._mlp_or_experts(
-                weights.mlp, spec.mlp, experts, mlp_joint if norms_sums else None
-            ),
-            mlp_norm=self.optional(weights.mlp_norm),
+            else self._mlp_or_experts(weights.mlp, spec.mlp, experts),
+            mlp_norm=self.optional(_with_experts(weights.mlp_norm, norms)),
             next_norm=next_norm,
             mixer_post_norm=self.optional(weights.mixer_post_norm),
             mlp_post_norm=self.optional(weights.mlp_post_norm),
@@ -95,7 +105,10 @@ class LayerBuilder:
             is_parallel=spec.parallel,
             replaces=self._spec.norms_replace,
             mixer_joint=mixer_joint,
-            mlp_joint=None if norms_sums else mlp_joint,
+            mlp_joint=mlp_joint,
+            parts=None
+            if norms is None
+            else (self.counted(norms.output), self.counted(norms.shared)),
         )
 
     def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
@@ -191,8 +204,8 @@ class LayerBuilder:
             queries=None if weights.queries is None else self._linear([weights.queries]),
             query_norm=self.optional(weights.query_norm),
             norm=self.counted(weights.norm),
-            keys=weights.keys,
-            values=weights.values,
+            keys=weights.keys.to(self._dtype).contiguous(),
+            values=weights.values.to(self._dtype).contiguous(),
             output=self._linear([weights.output]),
         )
 
@@ -231,12 +244,11 @@ class LayerBuilder:
         weights: MLPWeights | ExpertsWeights,
         spec: MLPSpec | ExpertsSpec,
         elsewhere: HostExperts | RoutedMLPs | None,
-        joint: Joint | None,
     ) -> MLP | Experts:
         if isinstance(weights, MLPWeights):
             return self.mlp(weights, spec)
         assert isinstance(spec, ExpertsSpec)
-        return self._experts(weights, spec, elsewhere, joint)
+        return self._experts(weights, spec, elsewhere)
 
     def mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
         """Build an MLP or one expert."""
@@ -244,19 +256,15 @@ class LayerBuilder:
         if spec.gated:
             return MLP(self.gated(weights.gate_up, spec.activation), down)
         assert isinstance(spec.activation, Activation), "a clamp has a gate"
-        return MLP(ActivatedLinear(spec.activation, self._linear(weights.gate_up)), down)
+        middle = ActivatedLinear(self._backend, spec.activation, self._linear(weights.gate_up))
+        return MLP(middle, down)
 
     def _experts(
         self,
         weights: ExpertsWeights,
         spec: ExpertsSpec,
         elsewhere: HostExperts | RoutedMLPs | None,
-        joint: Joint | None,
     ) -> Experts:
-        shared = None
-        if weights.shared is not None:
-            assert spec.shared is not None
-            shared = self.mlp(weights.shared, spec.shared)
         others = (
             weights.router,
             weights.router_bias,
@@ -264,10 +272,16 @@ class LayerBuilder:
             weights.shared_gate,
         )
         self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
-        grouped = elsewhere
+        grouped, num_shared = elsewhere, 0
         if grouped is None:
-            grouped = group_experts(weights.expert, spec, self._backend, self._dtype)
+            grouped, num_shared = group_experts(
+                weights.expert, weights.shared, spec, self._backend, self._dtype
+            )
             self.nbytes += 0 if grouped is None else grouped.nbytes
+        shared = None
+        if weights.shared is not None and not num_shared:
+            assert spec.shared is not None
+            shared = self.mlp(weights.shared, spec.shared)
         router, router_bias = weights.router, weights.router_bias
         gate = weights.shared_gate
         # Where each operation costs a launch, the router's product is that of the gate too.
@@ -279,22 +293,20 @@ class LayerBuilder:
         return Experts(
             router=spec.router,
             held=spec.experts,
-            router_weight=router,
-            router_bias=router_bias,
-            selection_bias=weights.selection_bias,
+            router_weights=RouterWeights(
+                router, router_bias, weights.selection_bias, weights.expert_scale
+            ),
             grouped=grouped,
             experts=tuple(self.mlp(weights.expert(number), spec) for number in spec.experts)
             if grouped is None
             else (),
             shared=shared,
             shared_gate=gate,
-            expert_scale=weights.expert_scale,
-            norms=weights.norms,
             latent=self._latent_rows(weights.latent),
             backend=self._backend,
             weighs_inputs=spec.weighs_inputs,
             has_gate_row=len(router) > spec.router.num_experts,
-            joint=joint,
+            num_shared=num_shared,
         )
 
     def _latent_rows(self, parts: tuple[LinearPart, LinearPart] | None) -> LatentRows | None:

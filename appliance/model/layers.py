@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.gated_activation.reference import activated
 from appliance.model.adapters.torch_slots import run_adapted
 from appliance.model.attention import Attention, LatentAttention
+from appliance.model.experts import Experts
 from appliance.model.recurrent import Mamba2
 
 if TYPE_CHECKING:
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from appliance.kernels.operations import Backend, Linear
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.embedding import LayerInput
-    from appliance.model.experts import Experts
     from appliance.model.norm import Norm
     from appliance.model.recurrent import GatedDelta, ShortConv
     from appliance.model.shard.joint import Joint
     from appliance.model.step import Step
 
     Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDelta | Mamba2
-    # Blocks of attention, or tensors (num_slots, ...) float32 of a recurrent layer's state; none
+    # Blocks of attention, or tensors (num_slots, ...) of a recurrent layer's state; none
     # without a mixer.
     MixerCache: TypeAlias = AnyLayerCache | tuple[Tensor, ...]
 
@@ -61,6 +60,7 @@ class GatedLinear:
 class ActivatedLinear:
     """act(up(x))."""
 
+    backend: Backend
     activation: Activation
     up: Linear
 
@@ -78,7 +78,7 @@ class ActivatedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x (num_tokens, in_features) to (num_tokens, out_features)."""
-        return activated(self.up(x), self.activation)
+        return self.backend.activated(self.up(x), self.activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,8 @@ class DecoderLayer:
         replaces: a norm of the stream replaces the stream.
         mixer_joint: sums the ranks' parts of the mixer; None if this is all of it.
         mlp_joint: the same for the MLP.
+        parts: norms of what the chosen experts say and of what the shared MLP does, which are
+            added then; the norms of `mlp_norm` are those of MLP, router and experts.
     """
 
     backend: Backend
@@ -137,6 +139,7 @@ class DecoderLayer:
     replaces: bool = False
     mixer_joint: Joint | None = None
     mlp_joint: Joint | None = None
+    parts: tuple[Norm, Norm] | None = None
 
     def __call__(
         self,
@@ -169,44 +172,37 @@ class DecoderLayer:
                 return hidden, stream
         if self.is_parallel:
             read = of_mlp if rows is None else of_mlp.index_select(0, rows)
-            return self._add_both(hidden, read, stream, adapters)
+            mixed, beside = self._both(hidden, read, stream, adapters)
+            return self._finish(mixed, stream, None, step, rows, beside=beside)
         if self.mixer is not None:
             hidden = _summed(hidden, self.mixer_joint)
-            norm = self.next_norm if self.mlp is None else self.mlp_norm
-            hidden, stream = self._add(hidden, stream, self.mixer_post_norm, norm)
-        if self.mlp is not None:
-            if adapted is not None and rows is not None:
-                adapters = adapted.select(rows).at(self.index)
-            added = self._run_mlp(self.mlp, hidden, stream, adapters)
-            added = _summed(added, self.mlp_joint)
-            hidden, stream = self._add(added, stream, self.mlp_post_norm, self.next_norm)
-        if self.token_input is None and self.output_scale is None:
+            if self.mlp is None:
+                return self._finish(hidden, stream, self.mixer_post_norm, step, rows)
+            hidden, stream = self._add(hidden, stream, self.mixer_post_norm, self.mlp_norm)
+        if self.mlp is None:
             return hidden, stream
-        stream = self._end(stream, step, rows)
-        next_norm = self.next_norm
-        return stream if next_norm is None else next_norm.of(stream, self.backend), stream
+        if adapted is not None and rows is not None:
+            adapters = adapted.select(rows).at(self.index)
+        post, parts = self.mlp_post_norm, self.parts
+        if parts is None:
+            added = _summed(self.mlp(hidden, adapters), self.mlp_joint)
+            return self._finish(added, stream, post, step, rows)
+        assert isinstance(self.mlp, Experts)
+        both = self.mlp.normed_apart(hidden, adapters)
+        added, beside = (_summed(said, self.mlp_joint) for said in both)
+        return self._finish(added, stream, post, step, rows, beside=beside, parts=parts)
 
-    def _add_both(
+    def _both(
         self, mixed: Tensor, read: Tensor, stream: Tensor, adapters: LayerAdapters | None
-    ) -> tuple[Tensor, Tensor]:
-        """Add the outputs of mixer and parallel MLP; `read` is the mixer's input."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of mixer and parallel MLP, which reads `read`; as one if ranks add."""
         assert self.mlp is not None
         if self.mlp_norm is not None:
             read = self.mlp_norm.of(stream, self.backend)
-        added = self._run_mlp(self.mlp, read, stream, adapters)
+        added = self.mlp(read, adapters)
         if self.mixer_joint is not None and self.mlp_joint is not None:
-            both = self.mlp_joint.sum(mixed + added)
-        else:
-            both = _summed(mixed, self.mixer_joint) + _summed(added, self.mlp_joint)
-        return self._add(both, stream, None, self.next_norm)
-
-    @staticmethod
-    def _run_mlp(
-        mlp: MLP | Experts, hidden: Tensor, stream: Tensor, adapters: LayerAdapters | None
-    ) -> Tensor:
-        if isinstance(mlp, MLP):
-            return mlp(hidden, adapters)
-        return mlp(hidden, stream, adapters)
+            return self.mlp_joint.sum(mixed + added), None
+        return _summed(mixed, self.mixer_joint), _summed(added, self.mlp_joint)
 
     @staticmethod
     def _mix(
@@ -226,23 +222,46 @@ class DecoderLayer:
             return mixer(hidden, step, cache)
         return mixer(hidden, step, cache, adapters)
 
-    def _end(self, stream: Tensor, step: Step, rows: Tensor | None) -> Tensor:
-        """Add the layer's input from the tokens and scale the stream."""
-        if self.token_input is not None:
-            assert step.token_inputs is not None
-            inputs = step.token_inputs[:, self.index]
-            stream = self.token_input(stream, inputs if rows is None else inputs[rows])
-        return stream if self.output_scale is None else stream * self.output_scale
+    def _finish(
+        self,
+        added: Tensor,
+        stream: Tensor,
+        post_norm: Norm | None,
+        step: Step,
+        rows: Tensor | None,
+        *,
+        beside: Tensor | None = None,
+        parts: tuple[Norm, Norm] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add what is last, with the layer's input from the tokens, and scale the stream."""
+        scale, norm = self.output_scale, self.next_norm
+        if self.token_input is None:
+            return self._add(added, stream, post_norm, norm, beside, parts, scale)
+        _, stream = self._add(added, stream, post_norm, None, beside, parts)
+        assert step.token_inputs is not None
+        inputs = step.token_inputs[:, self.index]
+        added = self.token_input(stream, inputs if rows is None else inputs[rows])
+        return self._add(added, stream, self.token_input.norm, norm, scale=scale)
 
     def _add(
-        self, added: Tensor, stream: Tensor, post_norm: Norm | None, norm: Norm | None
+        self,
+        added: Tensor,
+        stream: Tensor,
+        post_norm: Norm | None,
+        norm: Norm | None,
+        beside: Tensor | None = None,
+        parts: tuple[Norm, Norm] | None = None,
+        scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if post_norm is not None:
-            added = post_norm.of(added, self.backend)
-        if norm is None:
-            total = added + stream
+        """Return the next norm of the sum, and the stream."""
+        if post_norm is not None and post_norm.bias is not None:
+            assert beside is None, "a LayerNorm of two parts"
+            added, post_norm = post_norm.of(added, self.backend), None
+        hidden, total = self.backend.add_norm(
+            added, stream, norm, post=post_norm, beside=beside, parts=parts, scale=scale
+        )
+        if hidden is None:
             return total, total
-        hidden, total = norm.of_sum(added, stream, self.backend)
         return hidden, hidden if self.replaces else total
 
 

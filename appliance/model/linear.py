@@ -10,6 +10,7 @@ from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,8 @@ class LinearPart:
         weight = self.weight
         if isinstance(weight, GgmlWeight):
             return weight.blocks.device
+        if isinstance(weight, TrellisWeight):
+            return weight.symbols.device
         if isinstance(weight, PackedWeight | Fp8Weight | Fp4Weight):
             return weight.codes.device
         return weight.device
@@ -38,11 +41,14 @@ class LinearPart:
     def rows(self, index: arrays.Rows) -> LinearPart:
         """Return some output rows, a range or a list of indices.
 
-        An FP8 weight becomes dense if the rows cut its blocks or are a list.
+        An FP8 or trellis weight becomes dense if the rows cut its blocks or are a list.
         """
         bias = None if self.bias is None else self.bias[index]
         if isinstance(self.weight, PackedWeight | Fp4Weight | GgmlWeight):
             return LinearPart(self.weight.rows(index), bias)
+        if isinstance(self.weight, TrellisWeight):
+            blocks = self.weight.whole_rows(index) if isinstance(index, slice) else None
+            return LinearPart(blocks or self.weight.dequantize("bfloat16", index), bias)
         if isinstance(self.weight, Fp8Weight):
             if isinstance(index, slice):
                 first, last, _ = index.indices(self.weight.shape[0])
@@ -53,14 +59,24 @@ class LinearPart:
         return LinearPart(self.weight[index], bias)
 
 
+@dataclass(frozen=True, slots=True)
 class ConcatenatedLinear:
     """Linears with one input that could not be fused; concatenates their outputs."""
 
-    def __init__(self, parts: list[Linear]) -> None:
-        self.parts = parts
-        self.in_features = parts[0].in_features
-        self.out_features = sum(part.out_features for part in parts)
-        self.nbytes = sum(part.nbytes for part in parts)
+    parts: tuple[Linear, ...]
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights and biases take."""
+        return sum(part.nbytes for part in self.parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x (num_tokens, in_features) to (num_tokens, out_features)."""
@@ -75,7 +91,7 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
     linears = [
         backend.prepare_linear(part.weight, part.bias, dtype) for part in stack_neighbours(parts)
     ]
-    return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+    return linears[0] if len(linears) == 1 else ConcatenatedLinear(tuple(linears))
 
 
 def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:

@@ -48,6 +48,13 @@ class NarrowedWeights:
         scheme = self._schemes.get(name)
         return self._weights.packed_bits(name) if scheme is None else scheme.bits
 
+    def group_size(self, name: str) -> int | None:
+        """Return the inputs that share a scale of codes."""
+        scheme = self._schemes.get(name)
+        if scheme is None:
+            return self._weights.group_size(name)
+        return scheme.group_size or self.shape(name)[1]
+
     def float_bits(self, name: str) -> int | None:
         """Return the bits of floating-point codes, None of others."""
         return None if name in self._schemes else self._weights.float_bits(name)
@@ -85,29 +92,34 @@ def _rounded(weight: Weight, scheme: WeightScheme) -> PackedWeight:
     )
 
 
-def narrowed(source: ModelSource, bits: int, table_bits: int = _TABLE_BITS) -> ModelSource | None:
+def narrowed(
+    source: ModelSource, bits: int | None, table_bits: int | None = None
+) -> ModelSource | None:
     """Return a model with its wide matrices at 8 or 4 bits; None if it has hardly any.
 
     Wide are those of more bits, if their width divides into groups of 32.
 
     Args:
         source: the model.
-        bits: of the layers.
-        table_bits: of embedding and head.
+        bits: of the layers; None leaves them as they are, and rounds embedding and head alone.
+        table_bits: of embedding and head; None is 8.
     """
+    table_bits = table_bits or _TABLE_BITS
     if source.fallback is not None:
         from appliance.model.fallback.matrices import one_by_one  # loads torch
 
         source = one_by_one(source)
     matrices = [slot for slot in source.slots() if slot.is_linear or slot.role in _TABLES]
+    asked = ((slot, table_bits if slot.role in _TABLES else bits) for slot in matrices)
     schemes = {
-        slot.name: _SCHEMES[table_bits if slot.role in _TABLES else bits] for slot in matrices
+        slot.name: _SCHEMES[one]
+        for slot, one in asked
+        if one is not None and _is_wide(slot, source.weights, _SCHEMES[one])
     }
-    schemes = {
-        slot.name: schemes[slot.name]
-        for slot in matrices
-        if _is_wide(slot, source.weights, schemes[slot.name])
-    }
+    if bits is None:
+        return (
+            replace(source, weights=NarrowedWeights(source.weights, schemes)) if schemes else None
+        )
     of_layers = sum(slot.shape[0] * slot.shape[1] for slot in matrices if slot.is_linear)
     narrow = sum(
         slot.shape[0] * slot.shape[1]

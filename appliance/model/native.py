@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from appliance.kernels import arrays
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.state_format import StateFormat
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 HEAD_WIDTH_STEP = 16  # the library's vectors
 MOST_HEAD_WIDTH = 512
 MOST_LATENT = 1024
+MOST_STATE_ROWS = 256  # keys of a recurrent head whose state is kept in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class NativeDecoder:
             num_open=num_open,
             num_states=num_states,
             state_bytes=self.spec.state_bytes,
+            state_format=self.spec.state_format,
             places=places,
         )
 
@@ -335,6 +338,11 @@ def why_unsupported(source: ModelSource) -> str | None:
                 return (
                     f"layer {index} has recurrent heads of {width} elements; the CPU library "
                     f"covers multiples of {HEAD_WIDTH_STEP}"
+                )
+            if width > MOST_STATE_ROWS and source.spec.state_format is not StateFormat.FP32:
+                return (
+                    f"layer {index} has recurrent heads of {width} elements; the CPU library keeps"
+                    f" states in 16 bits up to {MOST_STATE_ROWS}; use --mamba-cache-dtype fp32"
                 )
     return None
 

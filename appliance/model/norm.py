@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.kernels.arrays import sum_of_rows
+from appliance.kernels.norm_rope.weights import NormWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,12 +15,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm in the form that backends take; a LayerNorm if it has a bias."""
-
-    weight: Tensor  # (dim,) float32, the spec's offset already added
-    eps: float
-    bias: Tensor | None = None  # (dim,) float32
+class Norm(NormWeights):
+    """A norm that is counted, and computed by a backend."""
 
     @property
     def nbytes(self) -> int:
@@ -29,18 +26,7 @@ class Norm:
         """Norm x (num_tokens, dim)."""
         if self.bias is None:
             return backend.rms_norm(x, self.weight, self.eps)
-        from torch.nn import functional
-
-        shape = (x.shape[-1],)
-        normed = functional.layer_norm(x.float(), shape, self.weight, self.bias, self.eps)
-        return normed.to(x.dtype)
-
-    def of_sum(self, added: Tensor, stream: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum of two (num_tokens, dim), and the sum."""
-        if self.bias is None:
-            return backend.add_rms_norm(added, stream, self.weight, self.eps)
-        total = added + stream
-        return self.of(total, backend), total
+        return backend.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def with_unit_lengths(matrix: Tensor, *, of_rows: bool) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import pad, silu
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.model.adapters.torch_slots import run_adapted
@@ -51,17 +51,17 @@ class ShortConv:
     ) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape.
 
-        `state` holds the filters' latest inputs, (num_slots, taps - 1, width) float32.
+        `state` holds the filters' latest inputs, (num_slots, taps - 1, width).
         """
         (tail,) = state
         assert step.spans is not None
         gate_in, gate_out, x = run_adapted(
             self.inputs, hidden, adapters, AdapterPlace.INTO_MIXER
         ).chunk(3, dim=-1)
-        mixed = self.backend.short_conv(gate_in * x, self.filters, self.bias, tail, step.spans)
-        return run_adapted(
-            self.output, gate_out * mixed.to(hidden.dtype), adapters, AdapterPlace.OUT_OF_MIXER
+        mixed = self.backend.short_conv(
+            x, self.filters, self.bias, tail, step.spans, gates=(gate_in, gate_out)
         )
+        return run_adapted(self.output, mixed, adapters, AdapterPlace.OUT_OF_MIXER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +102,23 @@ class GatedDelta:
         mixed, gate, share, decay = run_adapted(
             self.inputs, hidden, adapters, AdapterPlace.INTO_MIXER
         ).split([spec.channels, spec.values, spec.num_value_heads, spec.num_value_heads], dim=-1)
-        mixed = silu(self.backend.short_conv(mixed, self.filters, None, tail, step.spans))
+        mixed = self.backend.short_conv(mixed, self.filters, None, tail, step.spans, activates=True)
         query, key, value = mixed.split([spec.keys, spec.keys, spec.values], dim=-1)
         out = self.backend.gated_delta(
             query.unflatten(-1, (-1, spec.key_dim)),
             key.unflatten(-1, (-1, spec.key_dim)),
             value.unflatten(-1, (-1, spec.value_dim)),
-            -self.rates * softplus(decay.float() + self.decay_bias),
-            share.float().sigmoid(),
+            decay,
+            share,
+            self.rates,
+            self.decay_bias,
             held,
             step.spans,
         )
-        rows = out.reshape(-1, spec.value_dim)
-        normed = self.norm.of(rows, self.backend)
-        gated = normed.view(gate.shape) * silu(gate.float())
-        return run_adapted(self.output, gated.to(hidden.dtype), adapters, AdapterPlace.OUT_OF_MIXER)
+        gated = self.backend.gated_norm(
+            out.flatten(1), gate, self.norm, hidden.dtype, width=spec.value_dim, gates_first=False
+        )
+        return run_adapted(self.output, gated, adapters, AdapterPlace.OUT_OF_MIXER)
 
     def fresh_state(self, num_slots: int, device: torch.device) -> tuple[Tensor, ...]:
         """Allocate state slots of this layer alone."""
@@ -160,8 +162,8 @@ class Mamba2:
         gate, mixed, sizes = self.inputs(hidden).split(
             [spec.values, spec.channels, spec.num_heads], dim=-1
         )
-        mixed = silu(
-            self.backend.short_conv(mixed, self.filters, self.filter_bias, tail, step.spans)
+        mixed = self.backend.short_conv(
+            mixed, self.filters, self.filter_bias, tail, step.spans, activates=True
         )
         value, key, query = mixed.split([spec.values, spec.keys, spec.keys], dim=-1)
         value = value.unflatten(-1, (spec.num_heads, spec.head_dim))
@@ -169,21 +171,29 @@ class Mamba2:
             value,
             key.unflatten(-1, (spec.num_groups, spec.state_dim)),
             query.unflatten(-1, (spec.num_groups, spec.state_dim)),
-            softplus(sizes.float() + self.step_bias),
+            sizes,
             self.rates,
+            self.step_bias,
             held,
             step.spans,
         )
-        out = (read + self.skip.unsqueeze(1) * value).flatten(1)
-        return self.output(self._normed(out * silu(gate.float())).to(hidden.dtype))
+        skip = value, self.skip
+        if spec.split is not None:
+            return self.output(self._normed_with_ranks(read, skip, gate).to(hidden.dtype))
+        normed = self.backend.gated_norm(
+            read.flatten(1), gate, self.norm, hidden.dtype, width=spec.values // spec.num_groups,
+            gates_first=True, skip=skip,
+        )  # fmt: skip
+        return self.output(normed)
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """Norm each group of (num_tokens, num_heads * head_dim) float32."""
-        groups = x.unflatten(-1, (self.spec.num_groups, -1))
-        mean_square = groups.square().mean(dim=-1, keepdim=True)
-        if self.spec.split is not None:
-            mean_square = self._of_all_ranks(groups.square().sum(dim=-1), self.spec.split)
-        normed: Tensor = groups * torch.rsqrt(mean_square + self.norm.eps)
+    def _normed_with_ranks(self, read: Tensor, skip: tuple[Tensor, Tensor], gate: Tensor) -> Tensor:
+        """Do what `gated_norm` does, to a group of which other ranks have other heads."""
+        assert self.spec.split is not None
+        value, factors = skip
+        gated = (read + factors.unsqueeze(1) * value).flatten(1) * silu(gate.float())
+        group = gated.unflatten(-1, (self.spec.num_groups, -1))
+        mean_square = self._of_all_ranks(group.square().sum(dim=-1), self.spec.split)
+        normed: Tensor = group * torch.rsqrt(mean_square + self.norm.eps)
         return normed.flatten(1) * self.norm.weight
 
     def _of_all_ranks(self, squares: Tensor, split: SplitGroup) -> Tensor:

@@ -31,9 +31,15 @@ from appliance.model.tied_ends import (
     stored_ends,
     untied,
 )
-from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
+from appliance.model_files.checkpoint import (
+    CONFIG_NAME,
+    QUANTIZATION,
+    SafetensorsFolder,
+    read_config,
+)
 from appliance.model_files.gguf_names import is_gguf
-from appliance.quant.formats import WeightReader, is_read, open_weights
+from appliance.quant.formats import WeightReader, is_read, open_weights, trellis
+from appliance.quant.formats.exl3 import Exl3Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Set
@@ -68,6 +74,11 @@ class ModelSource:
     fallback: FallbackModel | None = None
     notes: tuple[str, ...] = ()
     only_reads: bool = False
+
+    @property
+    def is_trellis(self) -> bool:
+        """True if its weights are of the trellis format, whose codes are no integers."""
+        return (self.config.get(QUANTIZATION) or {}).get("quant_method") == trellis.METHOD
 
     def settings(self) -> ModelSettings:
         """Read the settings again, to learn which of them counted."""
@@ -164,6 +175,11 @@ def _open_folder(path: Path, in_torch: bool, settings: Mapping[str, Any] | None)
         config["architectures"] = list(family.architectures[:1])
     spec = family.spec(config, origin)
     config = family_settings(config, family.model_type) if is_part else config
+    if isinstance(weights, Exl3Weights):
+        wanted = {slot.name: slot.shape for slot in tensor_slots(spec, family.names)}
+        # Embedding and head are apart there, also where the settings tie them.
+        wanted[f"{family.names.head}.weight"] = (spec.vocab_size, spec.hidden_size)
+        weights.fit(wanted)
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
     present = weights.tensor_names()
@@ -243,6 +259,9 @@ def _open_fallback(
         raise unsupported(config, str(error)) from error
     if whole is not None and fallback.is_whole:
         config = dict(whole)
+    if isinstance(weights, Exl3Weights):
+        places = ((fallback.stored.get(slot.name), slot.shape) for slot in fallback.slots)
+        weights.fit({place: shape for place, shape in places if isinstance(place, str)})
     found = head_as_embedding(own, names) if ends is StoredEnds.HEAD_ONLY else own
     return ModelSource(folder.path, fallback.family, config, spec, found, fallback, notes)
 

@@ -11,6 +11,8 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
+from appliance.kernels.cache.state_format import StateFormat
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.recurrent_spec import OwnCacheSpec, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -74,14 +76,6 @@ class NormSpec:
     centered: bool = False
     bias: bool = True  # of a centered norm
     weight: bool = True  # the checkpoint has one; else it is 1
-
-
-class HeadNormKind(Enum):
-    """Vectors of queries and keys that are normed, before or after RoPE."""
-
-    EACH = "each"  # every head, before RoPE
-    ALL = "all"  # heads of a token at once, before RoPE
-    ROTATED = "rotated"  # each head, after RoPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +320,7 @@ class DecoderSpec:
         score: judges texts, of a decoder that only reads.
         own_cache: of a class of transformers whose layers are not described, so that each sequence
             has a cache of that class instead of the engine's blocks and states.
+        state_format: of what recurrent layers keep between steps.
     """
 
     architecture: str
@@ -347,6 +342,7 @@ class DecoderSpec:
     head_bias: bool = False
     score: ScoreSpec | None = None
     own_cache: OwnCacheSpec | None = None
+    state_format: StateFormat = StateFormat.FP32
 
     @property
     def num_embedded(self) -> int:
@@ -433,19 +429,19 @@ class DecoderSpec:
         offsets: dict[int, tuple[int, ...]] = {}
         end = 0
         for index, mixer in self.recurrent_layers.items():
-            ends = list(accumulate(map(_state_bytes, mixer.state), initial=end))
+            ends = list(accumulate(map(self._state_bytes, mixer.state), initial=end))
             offsets[index], end = tuple(ends[:-1]), ends[-1]
         return offsets
 
     @property
     def state_bytes(self) -> int:
-        """Bytes in float32 of a sequence's state in all layers; 0 without recurrent layers."""
+        """Bytes of a sequence's state in all layers; 0 without recurrent layers."""
         if self.own_cache is not None:
             return self.own_cache.wide.fixed_bytes
         mixers = self.recurrent_layers.values()
-        return sum(_state_bytes(shape) for mixer in mixers for shape in mixer.state)
+        return sum(self._state_bytes(shape) for mixer in mixers for shape in mixer.state)
 
-
-def _state_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a float32 tensor, rounded up to `STATE_ALIGNMENT`."""
-    return -(-4 * prod(shape) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    def _state_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a kept tensor, rounded up to `STATE_ALIGNMENT`."""
+        num_bytes = self.state_format.num_bytes * prod(shape)
+        return -(-num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT

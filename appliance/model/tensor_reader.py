@@ -18,6 +18,7 @@ from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import Fp8Weight
 from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.packed import PackedWeight
+from appliance.kernels.weights.trellis import TrellisWeight
 from appliance.kernels.weights.weight import dense
 from appliance.model.linear import LinearPart
 from appliance.model.norm import Norm
@@ -142,7 +143,7 @@ def check_finite(weight: Weight, path: Path, name: str) -> None:
 def _is_finite(weight: Weight) -> bool:
     if isinstance(weight, PackedWeight):
         return _all_finite(weight.scale) and _all_finite(weight.offset)
-    if isinstance(weight, Fp8Weight | Fp4Weight | GgmlWeight):
+    if isinstance(weight, Fp8Weight | Fp4Weight | GgmlWeight | TrellisWeight):
         return weight.is_finite()
     return _all_finite(weight)
 
@@ -175,6 +176,9 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
         return weight.type_name if is_held or native else f"{weight.type_name} (held as {dense})"
     if isinstance(weight, Fp8Weight):
         return "fp8" if is_held else f"fp8 (held as {dense})"
+    if isinstance(weight, TrellisWeight):
+        name = f"{weight.bits}-bit trellis"
+        return name if is_held or native else f"{name} (held as {dense})"
     assert isinstance(weight, Fp4Weight)
     name = "mxfp4" if arrays.dtype_name(weight.scale.dtype) == "float8_e8m0fnu" else "nvfp4"
     return name if is_held or native else f"{name} (held as {dense})"

@@ -11,8 +11,9 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from appliance.model.spec import AttentionSpec, ExpertsSpec, HeadNormKind, LatentAttentionSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

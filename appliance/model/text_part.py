@@ -133,6 +133,9 @@ class TextPart:
     def packed_bits(self, name: str) -> int | None:
         return self._weights.packed_bits(name)
 
+    def group_size(self, name: str) -> int | None:
+        return self._weights.group_size(name)
+
     def float_bits(self, name: str) -> int | None:
         return self._weights.float_bits(name)
 

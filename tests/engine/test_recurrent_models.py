@@ -272,6 +272,53 @@ def test_the_next_engine_goes_on_from_the_disk(model: Any, tmp_path: Path) -> No
         assert second.stats().state_restores_total == 1
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_states_of_16_bits_take_half_of_every_place_and_are_kept_apart(
+    model: Any, expected: list[list[int]], kernels: str, tmp_path: Path
+) -> None:
+    """In slots, checkpoints, host memory and on the disk; the models are sure of their tokens."""
+    long = torch.randint(3, 97, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    options: dict[str, Any] = {"kernels": kernels, "kv_disk": str(tmp_path), "max_model_len": 512}
+    with running(model[1], **options) as wide:
+        for _ in range(2):
+            run(wide, [long])
+        bytes_of_one, in_float32 = wide.stats().state_bytes, wide.info
+    written = len(list(tmp_path.rglob("*.kv")))
+    assert written > 0
+    options["mamba_cache_dtype"] = "fp16"
+    with running(model[1], **options) as narrow:
+        assert narrow.stats().state_bytes == pytest.approx(bytes_of_one / 2, abs=64 * 16)
+        slots = narrow.info.max_num_seqs + narrow.info.num_checkpoints
+        assert narrow.info.state_bytes == slots * narrow.stats().state_bytes
+        assert (in_float32.state_format, narrow.info.state_format) == ("fp32", "fp16")
+        assert narrow.info.fingerprint != in_float32.fingerprint
+        answers = run(narrow, PROMPTS)
+        assert run(narrow, PROMPTS[2:]) == answers[2:]
+        assert narrow.stats().state_restores_total > 0
+        (of_long,) = run(narrow, [long])
+        assert narrow.stats().kv_disk_read_total == 0, "files of the other type are not read"
+        assert run(narrow, [long]) == [of_long]
+    agreeing = [
+        one == other
+        for mine, theirs in zip(answers, expected, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    ]
+    assert sum(agreeing) > 0.95 * len(agreeing)
+    assert len(list(tmp_path.rglob("*.kv"))) == 2 * written
+    with running(model[1], **options) as again:
+        assert run(again, [long]) == [of_long]
+        assert again.stats().kv_disk_read_total == written
+    small: dict[str, Any] = {
+        "kernels": kernels,
+        "mamba_cache_dtype": "fp16",
+        "kv_cache_memory": 16 * block_bytes(model[1]),
+        "kv_host_memory": 1 << 24,
+    }
+    with running(model[1], **small) as swapping:
+        assert run(swapping, PROMPTS) == answers
+        assert swapping.stats().swaps_total > 0
+
+
 def test_beams_in_a_small_cache_are_the_same(model: Any) -> None:
     sampling = SamplingParams(
         n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=41, ignore_eos=True

@@ -86,6 +86,9 @@ class Weights:
     def packed_bits(self, name: str) -> None:
         return None
 
+    def group_size(self, name: str) -> int | None:
+        return None
+
     def float_bits(self, name: str) -> int | None:
         return None
 

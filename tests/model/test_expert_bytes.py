@@ -57,6 +57,9 @@ class RandomWeights:
     def packed_bits(self, name: str) -> int | None:
         return None if self._slots[name].expert is None else 4
 
+    def group_size(self, name: str) -> int | None:
+        return None
+
     def float_bits(self, name: str) -> int | None:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.native_models import native
 from support.models.recurrent_models import (
+    DELTA,
     RECURRENT,
     SIZES,
     Running,
@@ -22,9 +24,16 @@ from support.models.recurrent_models import (
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.state_format import StateFormat
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
+from appliance.model.executor import state_views
 from appliance.model.loader import load_decoder
 from appliance.model.native import why_unsupported
+from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
+from appliance.model.spec import STATE_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.structs import Isa
     from appliance.kernels.operations import Backend
     from appliance.model.decoder import Decoder
+    from appliance.model.source import ModelSource
 
 CPU_DEVICE = torch.device("cpu")
 CUTS = ([7, 1, 9, 20, 1, 1, 6], [1] * 45)
@@ -127,6 +137,70 @@ def test_a_copied_slot_goes_on_as_the_first_did(
     (again,) = advance(decoder, cache, [(fork, 13)])
     torch.testing.assert_close(again, whole[32:], atol=1e-5, rtol=0)
     assert arrays.equal(cache.states[2], cache.states[0])
+
+
+def kept_in(folder: Path, kept: StateFormat) -> ModelSource:
+    source = open_model(folder)
+    return replace(source, spec=replace(source.spec, state_format=kept))
+
+
+@pytest.mark.parametrize("kept", [StateFormat.FP16, StateFormat.BF16])
+def test_states_of_16_bits_take_half_and_are_rounded_behind_each_step_alone(
+    model: Any, isa: Isa, folder: Path, token_ids: list[int], kept: StateFormat
+) -> None:
+    source = kept_in(folder, kept)
+    by_library = load_native(source, NativeEngine(load_library(), 3), torch.float32)
+    of_torch = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
+    # A state that ends behind the prompt is read by no row, so nothing of it was rounded.
+    whole = by_transformers(model, token_ids)
+    found = logits_in_steps(by_library, token_ids, [45])
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=0)
+    kept_slots = []
+    for decoder in (by_library, of_torch):
+        cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=4, block_size=32, num_states=3)
+        tensors = sum(len(mixer.state) for mixer in source.spec.recurrent_layers.values())
+        numbers = sum(
+            math.prod(shape)
+            for mixer in source.spec.recurrent_layers.values()
+            for shape in mixer.state
+        )
+        assert 0 <= cache.states.nbytes - 3 * 2 * numbers <= 3 * tensors * STATE_ALIGNMENT
+        running = Running(token_ids, (0, 1), slot=1)
+        advance(decoder, cache, [(running, 30)])
+        rows = torch.as_tensor(cache.states.numpy().copy())
+        kept_slots.append(state_views(source.spec, rows))
+        (last,) = advance(decoder, cache, [(running, 15)])
+        torch.testing.assert_close(last, whole[30:], atol=0.3, rtol=0)
+        assert not torch.equal(last, found[30:]), "the state between the steps was rounded"
+    for ours, theirs in zip(*(sum(views, ()) for views in kept_slots), strict=True):
+        assert ours.dtype == kept.dtype
+        two_steps = 2 * torch.finfo(kept.dtype).eps
+        torch.testing.assert_close(ours[1].float(), theirs[1].float(), rtol=two_steps, atol=2e-3)
+
+
+def test_answers_with_states_of_16_bits_do_not_depend_on_the_batch(
+    folder: Path, token_ids: list[int]
+) -> None:
+    source = kept_in(folder, StateFormat.FP16)
+    decoder = load_native(source, NativeEngine(load_library(), 2), torch.float32)
+    alone = logits_in_steps(decoder, token_ids, [30, *[1] * 15])
+    cache = allocate(decoder, num_blocks=12, num_states=5)
+    first, other = Running(token_ids, (9, 0, 4), 4), Running(token_ids[::-1], (2, 11, 3), 0)
+    found = [*advance(decoder, cache, [(other, 17), (first, 30)])[1:]]
+    found += [advance(decoder, cache, [(other, 1), (first, 1)])[1] for _ in range(15)]
+    assert torch.equal(torch.cat(found), alone)
+
+
+def test_the_library_leaves_wide_heads_in_16_bits_to_torch(
+    make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = DELTA | {"linear_num_value_heads": 2, "linear_key_head_dim": 272}
+    make_model("qwen3_5_text", **SIZES | settings).save_pretrained(tmp_path)
+    assert why_unsupported(open_model(tmp_path)) is None
+    reason = why_unsupported(kept_in(tmp_path, StateFormat.FP16))
+    assert reason is not None
+    assert "heads of 272 elements" in reason
+    assert "--mamba-cache-dtype fp32" in reason
 
 
 @pytest.mark.parametrize(

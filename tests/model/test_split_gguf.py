@@ -24,7 +24,7 @@ from appliance.model.source import open_model
 from appliance.quant.gguf.tensors import FileSettings
 from appliance.quant.quality.card import weights_fingerprint
 from appliance.quant.quality.facts import stored_size
-from appliance.quant.run.options import QuantizeOptions, WeightFormat, gguf_scheme
+from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 
 TYPES = ["Q4_0", "Q6_K", "Q8_0", "F16"]
@@ -90,7 +90,7 @@ def test_it_is_a_base_of_a_file_and_its_settings_say_no_parts(
     whole, parts = files
     keys = [setting.key for setting in FileSettings.of_file(parts[0]).settings]
     assert keys == [setting.key for setting in FileSettings.of_file(whole).settings]
-    options = QuantizeOptions(gguf_scheme(8, symmetric=True), format=WeightFormat.GGUF)
+    options = QuantizeOptions.of_type("Q8_0")
     written = [
         quantize_model(path, tmp_path / path.stem, options).out for path in (whole, parts[0])
     ]

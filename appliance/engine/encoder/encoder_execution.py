@@ -92,6 +92,8 @@ def choose_encoder_execution(
     """
     device, reader = choose_device(config), _reader_of(source)
     # Vectors are compared by their last digits, and a small model has the time.
+    if config.end_bits is not None:
+        raise ConfigError("--end-bits cannot be had: a model that only reads is rounded whole")
     name = "float32" if config.dtype == "auto" else config.dtype
     if device.type == "cpu" and config.kernels == "auto":
         reason = _why_no_library(config) or reader.why_unsupported()

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.engine.devices import device_name, unused_gpu
+from appliance.engine.devices import device_name, note_unused_gpu
 from appliance.engine.encoder.encoder_engine import EncoderEngine
 from appliance.engine.encoder.encoder_execution import (
     choose_encoder_execution,
@@ -49,9 +49,7 @@ def load_encoder_engine(
     source = open_checked(Path(config.model))
     spec = source.spec
     execution, notes = choose_encoder_execution(config, source, threads)
-    if unused := unused_gpu(config):
-        logger.warning("%s", unused)
-        notes = (unused, *notes)
+    unused, notes = note_unused_gpu(config, notes)
     device = execution.device
     free, process_bytes = memory_for(config, device)
     # Asks other models first to make room.

@@ -9,6 +9,7 @@ from appliance.engine.devices import device_name
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.served_model import fingerprint_of
 from appliance.kernels.arrays import dtype_name
+from appliance.kernels.cache.state_format import StateFormat
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -36,9 +37,12 @@ def describe(
     execution, executor, plan = parts.execution, parts.executor, memory.plan
     precision, kv_format = execution.precision, memory.request.kv_format
     weight_format, router = executor.weight_format, source.spec.router
+    # What was made in one form of states is never read as another: answers and files differ.
+    kept = source.spec.state_format if plan.states.num_bytes else StateFormat.FP32
     arithmetic = (
         f"{weight_format} {execution.name} {precision.device} {dtype_name(precision.dtype)} "
         f"{kv_format} {precision.block_size}"
+        f"{'' if kept is StateFormat.FP32 else f' states {kept.value}'}"
     )
     return EngineInfo(
         model=Path(config.model).stem,
@@ -62,7 +66,9 @@ def describe(
         # As `BlockManager` writes them: 1 is a block with an open block.
         precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
         kv_host_bytes=plan.kv_host_bytes,
+        kv_host_is_pinned=parts.device.is_asynchronous and parts.ranked is None,
         state_bytes=plan.states.num_bytes,
+        state_format=kept.value,
         adapter_bytes=plan.adapter_bytes,
         num_checkpoints=plan.states.num_checkpoints,
         num_parameters=source.num_parameters(),

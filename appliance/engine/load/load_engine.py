@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
-from appliance.engine.devices import unused_gpu
+from appliance.engine.devices import note_unused_gpu
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.load.draft import check_speculation, load_speculator, open_draft
@@ -105,9 +105,7 @@ def load_llm_engine(
     config = settings_for(config, source)
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     execution, notes = choose_execution(config, source, threads)
-    if unused := unused_gpu(config):
-        logger.warning("%s", unused)
-        notes = (unused, *notes)
+    unused, notes = note_unused_gpu(config, notes)
     device = device or execution.step_device(threads)
     draft = open_draft(config, source, execution)
     check_speculation(config, execution, device)
@@ -127,7 +125,8 @@ def load_llm_engine(
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()
     if execution.uses_triton:
-        tune_at_start(config.tune, executor, config.max_num_batched_tokens, on_progress)
+        kv_format = execution.precision.kv_format
+        tune_at_start(config.tune, executor, config.max_num_batched_tokens, kv_format, on_progress)
     adapters = AdapterLoader.of(config, source, executor)
     kept = None if draft is None else draft.hidden_rows(executor)
     parts = RunnerParts.of(config, execution, executor, device, memory)

@@ -20,6 +20,7 @@ from appliance.engine.memory.plan import MemoryRequest, plan_memory, settled_by_
 from appliance.engine.run.adapters.loader import planned_bytes, wants_adapters
 from appliance.engine.served_model import settings_for
 from appliance.errors import ConfigError
+from appliance.kernels.cache.state_format import StateFormat
 from appliance.kernels.cpu.library import LibraryError, load_library
 from appliance.model.size import native_slot_bytes, slot_bytes
 from appliance.model.spec import ExpertsSpec
@@ -201,11 +202,13 @@ def _request(
         kv_cache_memory=config.kv_cache_memory,
         fill=precision.device.type == "cuda",
         open_bytes=num_open * execution.open_block_bytes(source.spec),
+        scratch_bytes=_scratch_bytes(config, source, execution),
         kv_host_memory=config.kv_host_memory,
         prefix_caching=config.prefix_caching,
         state_checkpoint_memory=config.state_checkpoint_memory,
         adapter_bytes=copies * of_adapters,
         state_bytes=execution.state_bytes(source.spec),
+        narrow_state_bytes=_narrow_state_bytes(config, source, execution),
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
         experts=experts,
         rounded=partial(_rounded_bytes, config, source, execution),
@@ -213,17 +216,41 @@ def _request(
     return request if draft is None else draft.added_to(request)
 
 
+def _scratch_bytes(config: EngineConfig, source: ModelSource, execution: Execution) -> int:
+    """Return the scratch on a GPU in which packed weights are made dense, a slice at a time."""
+    if execution.precision.device.type != "cuda":
+        return 0
+    from appliance.kernels.packed_matmul.slices import SLICE_BYTES, WIDENED_ROWS
+
+    weights = source.weights
+    packed = any(slot.is_linear and weights.packed_bits(slot.name) for slot in source.slots())
+    return SLICE_BYTES if packed and config.max_num_batched_tokens > WIDENED_ROWS else 0
+
+
 def _rounded_bytes(
     config: EngineConfig, source: ModelSource, execution: Execution
-) -> Iterator[tuple[int, int]]:
-    """Yield fewer bits of the weights that --weight-bits could name, and the bytes with them."""
+) -> Iterator[tuple[str, int]]:
+    """Yield settings that round weights to fewer bits, and the bytes with them."""
     from appliance.model.narrowed import narrowed
 
     for bits in (8, 4):
-        if config.weight_bits is None or bits < config.weight_bits:
-            found = narrowed(source, bits)
+        if config.end_bits is None or bits < config.end_bits:
+            found = narrowed(source, None, bits)
             if found is not None:
-                yield bits, execution.weight_bytes(found)
+                yield f"--end-bits {bits}", execution.weight_bytes(found)
+    for bits in (8, 4):
+        if config.weight_bits is None or bits < config.weight_bits:
+            found = narrowed(source, bits, config.end_bits)
+            if found is not None:
+                yield f"--weight-bits {bits}", execution.weight_bytes(found)
+
+
+def _narrow_state_bytes(config: EngineConfig, source: ModelSource, execution: Execution) -> int:
+    """Return a sequence's recurrent state in 16 bits; 0 if it cannot be, or the settings say."""
+    spec = source.spec
+    if spec.own_cache is not None or config.mamba_cache_dtype != "auto":
+        return 0
+    return execution.state_bytes(replace(spec, state_format=StateFormat.FP16))
 
 
 def expert_choice(

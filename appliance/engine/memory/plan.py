@@ -6,11 +6,12 @@ torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.memory.experts.split import NONE_ON_HOST, settle, with_on_host
-from appliance.engine.nouns.limits import LOGIT_ROWS
+from appliance.engine.nouns.limits import LOGIT_ROWS, SAMPLE_ROWS
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.wording import as_size
@@ -89,7 +90,9 @@ class MemoryRequest:
     fill: bool  # use all remaining memory for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
     open_bytes: int = 0  # of open blocks, for sealed layers
+    scratch_bytes: int = 0  # of packed weights that a GPU makes dense, a slice at a time
     state_bytes: int = 0  # of a sequence's recurrent state, all layers
+    narrow_state_bytes: int = 0  # the same in 16 bits, if it is wider and could be
     kv_host_memory: int | None = None  # requested bytes, or None
     host_budget_bytes: int | None = None  # beside a GPU; None if the cache is in host memory
     process_bytes: int = 0  # part of the budget in use before a model is loaded
@@ -99,8 +102,8 @@ class MemoryRequest:
     draft_bytes: int = 0  # the drafter's, without its part of the cache
     experts: ExpertChoice | None = None  # undecided; included in `weight_bytes`
     host_experts: ExpertsOnHost = NONE_ON_HOST  # decided; besides `weight_bytes`
-    # Bits of --weight-bits that would save something, and the weights' bytes with them.
-    rounded: Callable[[], Iterable[tuple[int, int]]] = tuple
+    # Settings that round weights and would save something, and the weights' bytes with them.
+    rounded: Callable[[], Iterable[tuple[str, int]]] = tuple
 
     @property
     def host_share(self) -> int:
@@ -251,7 +254,8 @@ def workspace_bytes(request: MemoryRequest) -> int:
     attention output, gate and up, their product), hidden states for the head, twice if prompts are
     read, and float32 logits: with the three copies of sampling, twice because steps of different
     sizes fragment the allocator, or with the four copies of scoring a chunk of a prompt. On a GPU
-    attention of rows that decode has partial results.
+    attention of rows that decode has partial results, packed weights are made dense for many rows,
+    and chunks of prompts pass through gathered states.
     """
     if request.workspace_bytes is not None:
         return request.workspace_bytes + request.open_bytes
@@ -269,26 +273,41 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if spec.own_cache is not None:
         beside += spec.own_cache.most_taken(request.max_model_len or spec.context_length)
     elif request.host_budget_bytes is not None:
-        beside += _partial_bytes(request)
+        beside += _partial_bytes(request) + request.scratch_bytes + _gathered_bytes(request)
     return rows * (widest * request.activation_bytes + hidden) + logits + beside
 
 
 def _partial_bytes(request: MemoryRequest) -> int:
-    """Return the bytes of one layer's partial results of decode, for as many whole contexts.
+    """Return the most bytes of one layer's partial results of decode, see `attention.work`.
 
-    Sequences may share blocks, so the cache sets no lower limit: each has its own results of them.
+    Each row has its own results of a block that several share, so they follow from rows and
+    context, not from the size of the cache.
     """
-    from appliance.kernels.attention.work import most_spans  # loads NumPy
+    from appliance.kernels.attention.work import MAX_ROWS, most_partials  # loads NumPy
 
     context = request.max_model_len or request.spec.context_length
+    rows = max(request.max_num_seqs, SAMPLE_ROWS)  # with drafts
+    if request.open_bytes:  # two rows of an answer may be in two blocks, as two sequences
+        rows = max(rows, 2 * request.max_num_seqs)
+    rows = min(rows, request.max_num_batched_tokens)
     floats = 0
     for layer in request.spec.layers:
         match layer.mixer:
             case AttentionSpec(num_heads=heads, head_dim=width, window=window):
-                floats = max(floats, most_spans(context, 1, window) * heads * (width + 1))
+                partials = most_partials(rows, context, MAX_ROWS, window)
             case LatentAttentionSpec(num_heads=heads, latent=width):
-                floats = max(floats, most_spans(context) * heads * (width + 1))
-    return 4 * floats * request.max_num_seqs
+                partials = most_partials(rows, context, MAX_ROWS)
+            case _:
+                continue
+        floats = max(floats, partials * heads * (width + 1))
+    return 4 * floats
+
+
+def _gathered_bytes(request: MemoryRequest) -> int:
+    """Return the bytes of one recurrent layer's states of a step with prompts, in float32."""
+    mixers = request.spec.recurrent_layers.values()
+    largest = max((math.prod(mixer.state[-1]) for mixer in mixers), default=0)
+    return 4 * largest * request.max_num_seqs
 
 
 def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
@@ -349,6 +368,9 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
             advice.append(f"--state-checkpoint-memory {size >> 20}MiB would fit")
         elif fewer > 0:
             advice.append(f"--max-num-seqs {fewer} would fit")
+        narrow = request.narrow_state_bytes
+        if narrow and over <= states.num_slots * (states.row_bytes - narrow):
+            advice.append("--mamba-cache-dtype fp16 would fit")
     if slots and wanted - for_kv <= slots:
         advice.append("a smaller --max-loras or --max-lora-rank would fit")
     if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
@@ -365,11 +387,11 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     if not on_host:
         # Neither of a split's sides is what these bytes are of.
         missing = wanted - for_kv
-        bits = (
-            count for count, size in request.rounded() if request.weight_bytes - size >= missing
+        found = (
+            setting for setting, size in request.rounded() if request.weight_bytes - size >= missing
         )
-        if (count := next(bits, None)) is not None:
-            advice.append(f"--weight-bits {count} would fit")
+        if (setting := next(found, None)) is not None:
+            advice.append(f"{setting} would fit")
     if not advice:
         advice.append("quantize the weights to 4 bits (appliance quantize) or take a smaller model")
     return f"this does not fit: {numbers}. Nearest settings: {'; '.join(advice)}"

@@ -192,7 +192,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0  # per MoE layer; 0 without such layers
     experts_per_token: int = 0
     process_bytes: int = 0  # the rest of the engine's process; 0 if that is other memory
+    kv_host_is_pinned: bool = False  # taken at the start, for copies beside steps
     state_bytes: int = 0  # of all rows of recurrent state; 0 without recurrent layers
+    state_format: str = "fp32"  # of their numbers
     num_checkpoints: int = 0  # the rows beyond one slot per sequence
     stages: tuple[tuple[str, float], ...] = ()  # of the start: name, monotonic end time
     num_adapters: int = 0  # that a step may mix; 0 if requests cannot use one

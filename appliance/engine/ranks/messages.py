@@ -146,6 +146,29 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
     scales: dict[str, float]
 
 
+class TimeKernels(msgspec.Struct, frozen=True, tag=True):
+    """Time the kernels of a rank's part, see `run.kernel_times`; it answers `KernelsTimed`.
+
+    Attributes:
+        known: choices by the names of forms, as JSON.
+        most_rows: of a step.
+        seconds: at most.
+        kv_format: of most layers' cache, by name.
+    """
+
+    known: bytes
+    most_rows: int
+    seconds: float
+    kv_format: str
+
+
+class UseTimed(msgspec.Struct, frozen=True, tag=True):
+    """Work by timed choices, by the names of forms, as JSON; see `TimeKernels`."""
+
+    choices: bytes
+    kv_format: str
+
+
 class RunStep(msgspec.Struct, frozen=True, tag=True):
     """Run a step in torch; its tensors follow in a broadcast between devices.
 
@@ -262,6 +285,13 @@ class RankCaptured(msgspec.Struct, frozen=True, tag=True):
     why_not: str = ""
 
 
+class KernelsTimed(msgspec.Struct, frozen=True, tag=True):
+    """The kernels of a rank's part are timed; see `PartTimes`."""
+
+    wanted: tuple[tuple[int, str], ...]
+    choices: bytes
+
+
 class RankDone(msgspec.Struct, frozen=True, tag=True):
     """An order is carried out."""
 
@@ -287,11 +317,20 @@ ToTorchRank: TypeAlias = (
     | LoadState
     | MakeSlots
     | PutAdapter
+    | TimeKernels
+    | UseTimed
 )
 ToNewRank: TypeAlias = OpenLink | SendBack | OpenDevice | TryLinks | CopyMemory | MeasureGPU | Join
 ToRank: TypeAlias = ToNewRank | ToTorchRank
 FromRank: TypeAlias = (
-    LinksTried | MemoryCopied | RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
+    LinksTried
+    | MemoryCopied
+    | RankJoined
+    | RankDone
+    | RankFailed
+    | RankAllocated
+    | RankCaptured
+    | KernelsTimed
 )
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

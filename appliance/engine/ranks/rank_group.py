@@ -136,6 +136,26 @@ class RankGroup:
         except OSError as error:
             raise EngineError(self.lost()) from error
 
+    def ask(self, rank: int, message: ToRank) -> FromRank:
+        """Send one rank a message, and wait for its answer.
+
+        Raises:
+            EngineError: it has ended, or failed to carry out the order.
+        """
+        self.tell(rank, message)
+        return self._answer(self.members[rank - 1])
+
+    def tell(self, rank: int, message: ToRank) -> None:
+        """Send one rank a message.
+
+        Raises:
+            EngineError: it has ended.
+        """
+        try:
+            send(self.members[rank - 1].connection, message)
+        except OSError as error:
+            raise EngineError(self.lost()) from error
+
     def answers(self) -> list[FromRank]:
         """Wait for the answer of each rank.
 

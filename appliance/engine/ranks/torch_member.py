@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 import torch
+from msgspec.json import decode, encode
 
 from appliance.engine.devices import backend_of
 from appliance.engine.ranks.messages import (
@@ -15,6 +16,7 @@ from appliance.engine.ranks.messages import (
     CaptureStep,
     CopyBlocks,
     CopyStates,
+    KernelsTimed,
     LoadBlock,
     LoadState,
     MakeSlots,
@@ -28,7 +30,9 @@ from appliance.engine.ranks.messages import (
     RunStep,
     SaveBlock,
     SaveState,
+    TimeKernels,
     ToNewRank,
+    UseTimed,
     receive_order,
     send,
 )
@@ -39,7 +43,10 @@ from appliance.engine.ranks.shared_cache import read_layers
 from appliance.engine.ranks.torch_step import packed_bytes, unpack
 from appliance.engine.run.device import CaptureError
 from appliance.engine.run.host_device import HostDevice
+from appliance.engine.run.kernel_times import time_kernels, use_timed
 from appliance.engine.served_model import open_served
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.timed import as_json, from_json
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.shard.joint import STORE, JoinedShard, Joint, store_in
@@ -54,6 +61,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device, Graph
     from appliance.kernels.cache.decoder_cache import KVCache
     from appliance.model.adapters.torch_slots import TorchAdapterSlots
+    from appliance.model.decoder import Decoder
 
 
 class TorchMember:
@@ -139,6 +147,10 @@ class TorchMember:
             case MakeSlots(count, most_ranks):
                 targets = adapter_targets(self._source.spec, self._source.family.names)
                 self._adapters = self._decoder.adapter_slots(targets, count, most_ranks)
+            case TimeKernels():
+                send(self._connection, kernels_timed(self._decoder, order))
+            case UseTimed(choices, kv_format):
+                use_timed(self._decoder, from_json(decode(choices)), KVFormat(kv_format))
             case PutAdapter(slot, content, scales):
                 assert self._adapters is not None
                 adapter = None if content is None else unpack_adapter(content, scales)
@@ -184,6 +196,14 @@ class TorchMember:
         content = read_window(self._file, self._rank, size)
         self._own.write_block(block, content, open_block)
         send(self._connection, RankDone())
+
+
+def kernels_timed(decoder: Decoder, order: TimeKernels) -> KernelsTimed:
+    """Time the kernels of a rank's part, and return the answer."""
+    known = from_json(decode(order.known))
+    kv_format = KVFormat(order.kv_format)
+    times = time_kernels(decoder, order.most_rows, order.seconds, known, kv_format)
+    return KernelsTimed(times.wanted, encode(as_json(times.choices)))
 
 
 def _device(where: torch.device) -> Device:

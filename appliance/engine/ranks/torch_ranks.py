@@ -13,24 +13,30 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from msgspec.json import decode, encode
 
 from appliance.engine.ranks.messages import (
     Allocate,
     CaptureStep,
+    KernelsTimed,
     RankAllocated,
     RankCaptured,
     ReplayStep,
     RunHead,
+    TimeKernels,
+    UseTimed,
 )
 from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
 from appliance.engine.ranks.shared_cache import describe_layers
 from appliance.engine.ranks.torch_step import ALIGNMENT, describe_step, pack, step_tensors
 from appliance.engine.run.device import CaptureError
+from appliance.engine.run.kernel_times import PartTimes
 from appliance.errors import EngineError
+from appliance.kernels.gpu.timed import as_json, from_json
 from appliance.model.shard.joint import STORE, Joint, store_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -40,7 +46,8 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.engine.run.device import Device, Event, Graph
     from appliance.engine.run.moves import StateRows
-    from appliance.kernels.cache.kv_format import LayerPrecision
+    from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+    from appliance.kernels.gpu.timed import TimedChoices
     from appliance.model.decoder import Decoder
     from appliance.model.shard.shard import Part
 
@@ -159,6 +166,26 @@ class TorchRanks:
         )
         states = tuple(part.spec.state_bytes for part in parts)
         return RankedCache(cache, self, tuple(sizes), states)
+
+    def time_kernels(
+        self,
+        rank: int,
+        known: Mapping[str, TimedChoices],
+        most_rows: int,
+        seconds: float,
+        kv_format: KVFormat,
+    ) -> PartTimes:
+        """Let another rank time its kernels; see `run.kernel_times`."""
+        order = TimeKernels(encode(as_json(known)), most_rows, seconds, kv_format.value)
+        answer = self.group.ask(rank, order)
+        assert isinstance(answer, KernelsTimed)
+        return PartTimes(answer.wanted, from_json(decode(answer.choices)))
+
+    def use_timed(
+        self, rank: int, choices: Mapping[str, TimedChoices], kv_format: KVFormat
+    ) -> None:
+        """Let another rank work by timed choices."""
+        self.group.tell(rank, UseTimed(encode(as_json(choices)), kv_format.value))
 
     def watched(self, device: Device) -> Device:
         """Return rank 0's device, which watches the other ranks while torch waits for them."""

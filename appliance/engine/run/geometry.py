@@ -49,6 +49,7 @@ class Geometry:
         block_tables: each sequence's, covering at least its context.
         block_size: token slots.
         num_decodes: leading sequences with one row, or with up to `size.rows_each`.
+        has_drafts: rows verify drafts, which may follow those of prompts.
         padding: number of padding sequences with a row, the last of these.
         spare: of a padded step.
         size: the padded size.
@@ -66,6 +67,7 @@ class Geometry:
     open_blocks: Sequences[int] | None = None  # with a sealed cache
     state_slots: Sequences[int] | None = None  # with recurrent layers
     adapter_slots: Sequences[int] | None = None  # negative without one; None if no sequence has one
+    has_drafts: bool = False
 
     @classmethod
     def of(
@@ -113,6 +115,7 @@ class Geometry:
                 open_blocks=open_blocks,
                 state_slots=state_slots,
                 adapter_slots=adapter_slots,
+                has_drafts=any(entry.drafts for entry in plan.scheduled),
             )
         assert spare is not None
         assert size.is_adapted or adapter_slots is None
@@ -146,11 +149,17 @@ class Geometry:
             open_blocks=open_blocks,
             state_slots=state_slots,
             adapter_slots=adapter_slots,
+            has_drafts=size.draft_rows > 0,
         )
 
     @property
     def is_decode(self) -> bool:
         return self.num_rows == self.num_decodes
+
+    @property
+    def prompts_from(self) -> int | None:
+        """See `RaggedBatch`: behind the single rows, unless rows verify drafts."""
+        return None if self.is_decode or self.has_drafts else self.num_decodes
 
     @property
     def num_tiles(self) -> int:
@@ -191,6 +200,7 @@ class Geometry:
             adapters=self._adapters(tensors, adapters),
             prefill_tiles=None if tensors.tiles is None else tensors.tiles.view(-1, 2),
             span_rows=tensors.spans,
+            prompts_from=self.prompts_from,
         )
 
     def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from appliance.model.prompt_layers import PromptLayers
 from appliance.model.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -70,14 +71,11 @@ def with_layers(decoder: Decoder, kept: list[int]) -> Decoder:
     layers = [_reading(decoder.spec.layers[index], kept) for index in kept]
     spec = replace(decoder.spec, layers=tuple(layers))
     places = spec.cache_places
-    return replace(
-        decoder,
-        spec=spec,
-        layers=tuple(
-            replace(decoder.layers[index], cache_place=places[new])
-            for new, index in enumerate(kept)
-        ),
+    own = tuple(
+        replace(decoder.layers[index], cache_place=places[new]) for new, index in enumerate(kept)
     )
+    prompts = None if decoder.prompts is None else PromptLayers(own, decoder.backend)
+    return replace(decoder, spec=spec, layers=own, prompts=prompts)
 
 
 def _reading(layer: LayerSpec, kept: list[int]) -> LayerSpec:

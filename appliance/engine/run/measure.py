@@ -125,7 +125,9 @@ def measure_workspace(
         )
         del batch
     for rows in sizes:
-        batch, positions = lay_out(*largest_mixture(rows, limits))
+        batch, positions = lay_out(*largest_mixture(rows, limits, is_sealed=is_sealed))
+        if batch.num_decodes < rows:
+            batch = replace(batch, prompts_from=batch.num_decodes)
         if rows == most:
             _read(executor, batch, positions, cache, score_tokens)
         logits = _run(executor.forward, batch, positions, cache, min(rows, limits.sample_rows))
@@ -141,13 +143,16 @@ def measure_workspace(
     return StepMemory(largest, captured)
 
 
-def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list[int]]:
+def largest_mixture(
+    rows: int, limits: SchedulerLimits, *, is_sealed: bool = False
+) -> tuple[list[int], list[int]]:
     """Return rows and contexts of the sequences in the step with the largest memory use.
 
     It has as many answers as possible, one with the whole context: tables are as wide as the
-    longest one, and memory per row follows from that width. The rest are prompts.
+    longest one, and memory per row follows from that width. The rest are prompts. With a sealed
+    cache two rows of a sequence may be in two blocks, and are laid out as two answers.
     """
-    answers = min(rows, limits.max_num_seqs)
+    answers = min(rows, limits.max_num_seqs * (1 + is_sealed))
     whole, rest = divmod(rows - answers, limits.context_length)
     prompts = [limits.context_length] * whole + [rest] * (rest > 1)
     lengths = [1] * (answers + (rest == 1)) + prompts

@@ -252,7 +252,7 @@ class _Layout:
             linear = self._operations.linear(part.weight, part.bias)
             self._count(part.weight, linear)
             linears.append(linear)
-        return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
+        return linears[0] if len(linears) == 1 else ConcatenatedLinear(tuple(linears))
 
     def _count(self, weight: Weight, linear: Linear) -> None:
         format = format_of(weight, self._dtype, self._operations.device, native=False)

@@ -89,6 +89,9 @@ class _OneByOne:
         """Return the bits of a quantized weight's codes, None if it is dense."""
         return None if name in self._parts else self._weights.packed_bits(name)
 
+    def group_size(self, name: str) -> int | None:
+        return None if name in self._parts else self._weights.group_size(name)
+
     def float_bits(self, name: str) -> int | None:
         """Return the bits of floating-point codes, None of others."""
         return None if name in self._parts else self._weights.float_bits(name)

@@ -57,6 +57,10 @@ class RenamedWeights:
         stored = self._stored[name]
         return self._weights.packed_bits(stored) if isinstance(stored, str) else None
 
+    def group_size(self, name: str) -> int | None:
+        stored = self._stored[name]
+        return self._weights.group_size(stored) if isinstance(stored, str) else None
+
     def float_bits(self, name: str) -> int | None:
         """Return the bits of floating-point codes, None of others."""
         stored = self._stored[name]

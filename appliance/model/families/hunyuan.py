@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
@@ -19,7 +20,7 @@ from appliance.model.families.gguf_config import (
 from appliance.model.families.rope import read_rope, rope_kind, rope_section
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import ExpertNames, TensorNames
-from appliance.model.spec import AttentionSpec, HeadNormKind, NormSpec, RopeSpec
+from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile

@@ -292,8 +292,9 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
 
 def check_quantization(config: Any, origin: str) -> None:
     """Raise CheckpointError if a number is out of range; `origin` names its file."""
+    is_mean = isinstance(config, dict) and config.get("quant_method") == "exl3"  # of all bits
     for key, value in _named(config, origin, 0):
-        if key not in QUANTIZATION_RANGES or value is None:
+        if key not in QUANTIZATION_RANGES or value is None or (is_mean and key == "bits"):
             continue
         usual = QUANTIZATION_RANGES[key]
         for item in value if isinstance(value, list) else [value]:

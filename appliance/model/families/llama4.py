@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
@@ -23,7 +24,7 @@ from appliance.model.families.standard import (
     read_layer_kinds,
 )
 from appliance.model.names import ExpertNames, TensorNames
-from appliance.model.spec import HeadNormKind, MLPSpec, NormSpec
+from appliance.model.spec import MLPSpec, NormSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile

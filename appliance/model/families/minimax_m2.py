@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
@@ -11,7 +12,7 @@ from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_e
 from appliance.model.families.rope import rope_section, scaled_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import ExpertNames, TensorNames
-from appliance.model.spec import HeadNormKind, NormSpec
+from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile

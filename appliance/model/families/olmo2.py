@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
     GGUF_NAMES,
@@ -24,7 +25,7 @@ from appliance.model.families.standard import (
     read_window,
 )
 from appliance.model.names import TensorNames
-from appliance.model.spec import HeadNormKind, NormSpec
+from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
@@ -14,7 +15,7 @@ from appliance.model.families.gguf_config import (
 )
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
-from appliance.model.spec import HeadNormKind, NormSpec
+from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile

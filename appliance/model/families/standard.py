@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import CheckpointError
 from appliance.kernels.activation import Activation
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
-    HeadNormKind,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,

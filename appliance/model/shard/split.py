@@ -8,8 +8,9 @@ from math import comb, gcd
 from typing import TYPE_CHECKING, TypeAlias
 
 from appliance.errors import ConfigError
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, SplitGroup
-from appliance.model.spec import AttentionSpec, HeadNormKind, LatentAttentionSpec
+from appliance.model.spec import AttentionSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from appliance.model.recurrent_spec import RecurrentSpec

@@ -7,7 +7,7 @@ import pytest
 from support.engine.memory_requests import MIB
 from support.engine.memory_requests import memory_request as request
 
-from appliance.engine.memory.plan import MemoryRequest, plan_memory
+from appliance.engine.memory.plan import MemoryRequest, plan_memory, workspace_bytes
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.recurrent_spec import ShortConvSpec
 from appliance.model.spec import AttentionSpec
@@ -118,20 +118,32 @@ def test_beside_a_gpu_it_is_other_memory() -> None:
         plan_memory(request(**beside, kv_host_memory=65 * MIB))
 
 
-@pytest.mark.parametrize(("context", "window", "spans"), [(8192, None, 36), (8192, 512, 5)])
+@pytest.mark.parametrize(
+    ("context", "window", "open_bytes", "partials"),
+    [
+        (8192, None, 0, 40 * 36),
+        (8192, 512, 0, 40 * 6),
+        (8192, None, MIB, 64 * 36),
+        (131_072, None, 0, 4096),
+        (1 << 20, None, MIB, 4096),
+    ],
+)
 def test_a_gpu_has_partial_results_of_rows_that_decode(
-    context: int, window: int | None, spans: int
+    context: int, window: int | None, open_bytes: int, partials: int
 ) -> None:
-    """Spans have 128 tokens up to 1,024 and then 256, so 8 + 28; a window touches one more."""
-    base = request(max_model_len=context).spec
+    """Spans have 128 tokens up to 1,024 and then 256, so 8 + 28; a window touches one more.
+
+    40 rows verify drafts; sealed, two rows of each of 32 sequences may lie in two blocks.
+    """
+    base = request().spec
     layer = base.layers[0]
     assert isinstance(layer.mixer, AttentionSpec)
     windowed = replace(layer, mixer=replace(layer.mixer, window=window))
-    spec = replace(base, layers=(windowed,) * 4)
-    on_cpu = plan_memory(request(spec=spec)).workspace_bytes
-    on_gpu = plan_memory(request(spec=spec, host_budget_bytes=64 * MIB)).workspace_bytes
-    # 32 sequences, 4 heads of 64 floats and one for the sum of weights.
-    assert on_gpu - on_cpu == 32 * spans * 4 * (64 + 1) * 4
+    spec = replace(base, layers=(windowed,) * 4, context_length=context)
+    asked = request(spec=spec, open_bytes=open_bytes)
+    on_gpu = workspace_bytes(replace(asked, host_budget_bytes=64 * MIB))
+    # 4 heads of 64 floats and one for the sum of weights.
+    assert on_gpu - workspace_bytes(asked) == partials * 4 * (64 + 1) * 4
 
 
 def recurrent(**changes: object) -> MemoryRequest:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from msgspec.json import decode, encode
 from support.engine.late_device import LateDevice
 from support.engine.replaying import ReplayingSpeculator
+from support.kernels.packed_weights import random_packed
+from support.kernels.stub_cuda import stub_gpu
 from support.models.expert_models import EXPERTS
 from support.models.lora import write_adapter
 from support.models.recurrent_models import RECURRENT
@@ -24,12 +28,22 @@ from support.ranks.rank_engines import (
     loaded,
 )
 
+from appliance.engine.load.tuning import tune, tune_at_start
 from appliance.engine.nouns.request import AdapterRef
+from appliance.engine.ranks.messages import TimeKernels
 from appliance.engine.ranks.shared_step import RankStep
+from appliance.engine.ranks.torch_member import kernels_timed
 from appliance.engine.ranks.torch_step import pack, step_tensors
 from appliance.engine.run.host_device import HostDevice
+from appliance.engine.run.kernel_times import PartTimes, use_timed
+from appliance.errors import ConfigError
 from appliance.files import stamp_of
+from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.gpu.timed import LaunchChoice, TimedChoices, as_json, from_json
+from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear
+from appliance.kernels.packed_matmul.tiles import MatmulTile
+from appliance.kernels.packed_matmul.timed_linear import TimedLinear
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
@@ -222,3 +236,50 @@ def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(
     assert torch.equal(step(others), expected)
 
     assert_a_rank_takes_the_engine_along(engine)
+
+
+def test_choices_that_were_timed_reach_the_other_ranks(tmp_path: Path) -> None:
+    """On the CPU nothing can be timed; orders and answers are the same as on GPUs."""
+    write_sure_model("llama", tmp_path, **THREE_GROUPS)
+    known = {
+        "256 x 64": TimedChoices({16: LaunchChoice(MatmulTile(16, 16, 64, 2, 4), 3)}, 256),
+        "attention": TimedChoices({1024: LaunchChoice(keys=256)}),
+    }
+    with loaded(tmp_path, **TORCH) as alone:
+        expected = answers(alone, PROMPTS)
+    with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
+        runner: Any = engine.runner
+        link = runner.executor.link
+        assert link.time_kernels(1, known, 512, 1.0, KVFormat.INT8) == PartTimes((), known)
+        link.use_timed(1, known, KVFormat.INT8)
+        assert answers(engine, PROMPTS) == expected
+        tune_at_start("auto", runner.executor, 512, KVFormat.INT8, lambda *_: None)
+        with pytest.raises(ConfigError, match="on GPUs"):
+            tune(runner.executor, 512, 1.0, KVFormat.INT8)
+
+
+def test_a_rank_works_by_the_choices_that_it_is_told() -> None:
+    """Its decoder is on a stub of CUDA's driver; another rank timed for it."""
+    with stub_gpu(86):
+        linear = prepare_linear(random_packed(256, 1024, 128, symmetric=True), None, torch.bfloat16)
+    assert isinstance(linear, TiledLinear)
+    work = TimedLinear(linear)
+    decoder: Any = SimpleNamespace(
+        prompts=None,
+        layers=(linear,),
+        head=linear,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        backend=REFERENCE,
+    )
+    x = torch.zeros(16, 1024, dtype=torch.bfloat16)
+    with stub_gpu(86) as last:
+        known = {work.name: TimedChoices({16: work.candidates(16)[-1]})}
+        answer = kernels_timed(decoder, TimeKernels(encode(as_json(known)), 16, 0.0, "int8"))
+        assert {entry for entry, name in answer.wanted if name == work.name} == {8, 16}
+        assert from_json(decode(answer.choices)) == known
+        linear(x)
+        assert last.threads == 128  # a tile of four warps was timed
+        use_timed(decoder, {}, KVFormat.INT8)
+        linear(x)
+        assert last.threads == 64

@@ -98,6 +98,29 @@ def test_a_padded_step_has_room_behind_single_rows_and_behind_prompts() -> None:
     assert batch.prefill_tiles.tolist() == [[3, 0], *[list(NO_TILE)] * 7]
 
 
+def test_rows_of_prompts_follow_the_single_ones_if_none_verifies_drafts() -> None:
+    tokens = list(range(100, 130))
+    decoding = ScheduledSequence(sequence(tokens, [7, 2], 1), start=29, num_tokens=1, samples=True)
+    chunk = ScheduledSequence(sequence(tokens, [4, 5], 2), start=3, num_tokens=9, samples=False)
+    drafted = ScheduledSequence(
+        sequence(tokens, [6, 1], 3), start=29, num_tokens=3, samples=True, drafts=(5, 6)
+    )
+    found = [
+        staged(*scheduled)[1].prompts_from
+        for scheduled in ((decoding, chunk), (chunk,), (decoding,), (decoding, chunk, drafted))
+    ]
+    assert found == [1, 0, None, None]
+    padded = [
+        staged(*scheduled, spare=Spare(8), size=size)[1].prompts_from
+        for scheduled, size in (
+            ((decoding, chunk), StepSize(3, 32)),
+            ((decoding,), StepSize(3)),
+            ((drafted,), StepSize(1, draft_rows=3, rows_each=4)),
+        )
+    ]
+    assert padded == [3, None, None]
+
+
 def test_a_padded_step_seals_only_what_is_full() -> None:
     decoding = sequence(list(range(100, 116)), [7], 1)
     chunk = sequence(list(range(200, 250)), [4, 5, 6, 1], 2)

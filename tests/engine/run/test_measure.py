@@ -103,7 +103,7 @@ class Model:
         (KVFormat.BF16, 54, 24, (1,) * 6 + (24, 24), (24, 1, 1, 1, 1, 1, 24, 24)),
         (KVFormat.BF16, 53, 24, (1,) * 5 + (24, 24), (24, 1, 1, 1, 1, 24, 24)),
         (KVFormat.BF16, 5, 24, (1,) * 5, (24, 1, 1, 1, 1)),
-        (KVFormat.INT4_SEALED, 22, 40, (1,) * 5 + (16, 1), (40, 1, 1, 1, 1, 16, 17)),
+        (KVFormat.INT4_SEALED, 27, 40, (1,) * 10 + (16, 1), (40, *[1] * 9, 16, 17)),
     ],
 )
 def test_the_largest_step_is_run_and_peaks_are_read(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft.utils import load_peft_weights
 from support.gguf.gguf_models import gguf_factors, write_gguf_adapter
 from support.models.lora import write_adapter
 
@@ -120,6 +119,8 @@ def read_or_refuse(path: Path, source: ModelSource) -> Adapter | None:
 def test_a_damaged_folder_is_refused_or_read_as_peft_reads_it(
     source: ModelSource, folder: Path, spoil: str, tmp_path: Path
 ) -> None:
+    from peft.utils import load_peft_weights  # PEFT takes seconds to import
+
     refused = 0
     for seed in SEEDS:
         dice = random.Random(f"{spoil} {seed}")

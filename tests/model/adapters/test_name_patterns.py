@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 
 from appliance.errors import AdapterError
 from appliance.model.adapters import peft_settings
@@ -57,6 +55,8 @@ def settings_of(**fields: Any) -> LoraSettings:
 
 @pytest.mark.parametrize("targets", TARGETS, ids=lambda one: str(one)[:20])
 def test_names_match_as_peft_s(targets: Any) -> None:
+    from peft.tuners.tuners_utils import check_target_module_exists  # PEFT takes seconds
+
     for layers, before in LAYERS if isinstance(targets, list) else LAYERS[:1]:
         fields = {
             "target_modules": targets,
@@ -74,6 +74,8 @@ def test_names_match_as_peft_s(targets: Any) -> None:
 
 @pytest.mark.parametrize("keys", KEYS, ids=str)
 def test_ranks_are_of_the_keys_that_peft_finds(keys: list[str]) -> None:
+    from peft.utils.other import get_pattern_key
+
     ranks = {key: number for number, key in enumerate(keys, 10)}
     settings = settings_of(rank_pattern=ranks)
     for name in NAMES:

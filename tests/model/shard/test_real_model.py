@@ -49,7 +49,7 @@ class DenseWeights:
     def packed_bits(self, name: str) -> None:
         return None
 
-    float_bits = packed_bits
+    float_bits = group_size = packed_bits
 
     def _load(self, name: str) -> Weight:
         return dense(self._weights.load(name), "float32")

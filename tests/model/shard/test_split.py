@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.shard.split import Heads, Split, check_split, cut_heads
 from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,
-    HeadNormKind,
     LatentAttentionSpec,
     LayerSpec,
     MixerSpec,

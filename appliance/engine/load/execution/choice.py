@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, cast
 
-from appliance.engine.devices import choose_device, native_engine
+from appliance.engine.devices import Processor, choose_device, native_engine
 from appliance.engine.load.execution.native_execution import NativeExecution
 from appliance.engine.load.kv_precision import choose_kv
 from appliance.engine.ranks.ranks import Ranks
@@ -50,6 +50,10 @@ OWN_CACHES_NOTE = (
     " after the other: many at once are no faster than one, and there are no prefix cache, drafts,"
     " adapters, quantized KV or --ranks. The engine's own cache cannot be had: {}"
 )
+TRELLIS_NOTE = (
+    "no kernel multiplies experts of the trellis format on a GPU yet, so that the CPU executes the "
+    "model"
+)
 _NO_LIMIT_NOTE = (
     "config.json names no longest context: {:,} tokens are allowed; --max-model-len allows less"
 )
@@ -79,7 +83,20 @@ def choose_precision(
     Raises:
         ConfigError: the device does not support a setting.
     """
+    notes: tuple[str, ...] = ()
     device = choose_device(config)
+    if device.type == "cuda" and source.is_trellis and source.spec.has_experts:
+        if config.device == "cuda":
+            raise ConfigError(f"--device cuda: {TRELLIS_NOTE}; leave it out, or take --device cpu")
+        logger.warning("%s", TRELLIS_NOTE)
+        device, notes = Processor(), (TRELLIS_NOTE,)
+    precision, kv_notes = _precision_on(config, source, device)
+    return precision, (*notes, *kv_notes)
+
+
+def _precision_on(
+    config: EngineConfig, source: ModelSource, device: torch.device | Processor
+) -> tuple[Precision, tuple[str, ...]]:
     name = "bfloat16" if config.dtype == "auto" else config.dtype
     in_library = device.type == "cpu" and config.kernels == "auto"
     if in_library and why_not_native(config, source) is None:
@@ -107,6 +124,8 @@ def execution_for(
         ConfigError: the execution does not support a setting.
     """
     notes: list[str] = []
+    if config.prompt_int8:
+        _check_prompt_int8(config, precision, source)
     _check_ranks(config, precision, source)
     ranks = None
     if source.fallback is None:
@@ -179,7 +198,7 @@ def _torch_execution(
     if backend.name == "triton":
         for spec in [source.spec] if ranks is None else ranks.division.cached(source.spec):
             _check_kernels(spec, precision)
-    return TorchExecution(precision, backend, ranks=ranks)
+    return TorchExecution(precision, backend, ranks=ranks, rounds_prompts=config.prompt_int8)
 
 
 def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
@@ -215,6 +234,31 @@ def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource
         raise ConfigError(f"{asked} needs the CPU library: {without}; use {setting} 1")
     if not hasattr(os, "pidfd_open"):
         raise ConfigError(f"{asked} needs Linux; use {setting} 1")
+
+
+def _check_prompt_int8(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
+    """Refuse prompts in int8 where no kernel multiplies them, or none is computed to be faster."""
+    reason = None
+    if precision.device.type != "cuda" or config.kernels != "auto":
+        reason = "it is for our kernels on a GPU"
+    elif config.is_divided:
+        reason = "it is for a model on one GPU"
+    elif source.fallback is not None:
+        reason = f"transformers' modules execute {source.fallback.name}"
+    elif precision.dtype.itemsize != 2:
+        reason = f"its activations have 16 bits, not {precision.dtype}"
+    else:
+        from appliance.kernels.gpu.target import target_of
+        from appliance.kernels.int8_matmul.tiles import has_fast_int8
+
+        capability = target_of(cast("torch.device", precision.device)).capability
+        if not has_fast_int8(capability):
+            reason = (
+                "it pays on GeForce RTX 30, 40 and 50 (compute capability 8.6, 8.9, 12.0), not on"
+                f" {capability // 10}.{capability % 10}"
+            )
+    if reason is not None:
+        raise ConfigError(f"--prompt-int8 cannot be had: {reason}; leave it out")
 
 
 def _why_torch(config: EngineConfig, precision: Precision, source: ModelSource) -> str | None:

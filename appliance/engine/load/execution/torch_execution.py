@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from appliance.engine.devices import native_engine
 from appliance.engine.run.host_device import HostDevice
+from appliance.errors import ConfigError
 from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.sampling import batched
 from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
+from appliance.model.prompt_layers import PromptLayers
 from appliance.model.shard.shard import Shard, portion
 from appliance.model.size import estimate_weight_bytes, slot_bytes
 
@@ -59,6 +61,7 @@ class TorchExecution:
     backend: Backend
     host: HostPart | None = None
     ranks: Ranks | None = None  # that divide the model; None: this process has all of it
+    rounds_prompts: bool = False  # to int8, see `PromptLayers`
 
     @property
     def _device(self) -> torch.device:
@@ -68,10 +71,11 @@ class TorchExecution:
     def name(self) -> str:
         if self.ranks is not None:
             return f"{self.backend.name}, {self.ranks.division.in_words()}"
+        name = self.backend.name + ", prompts in int8" * self.rounds_prompts
         if self.host is None:
-            return self.backend.name
+            return name
         count = len(self.host.experts.layers)
-        return f"{self.backend.name}, cpu library ({self.host.isa}) for experts of {count} layers"
+        return f"{name}, cpu library ({self.host.isa}) for experts of {count} layers"
 
     @property
     def uses_triton(self) -> bool:
@@ -161,7 +165,11 @@ class TorchExecution:
         context_length: int,
         beacon: Beacon | None = None,
     ) -> Executor[Any]:
-        """Load the weights in the backend's layout, and the host's experts in the library's."""
+        """Load the weights in the backend's layout, and the host's experts in the library's.
+
+        Raises:
+            ConfigError: prompts are to be rounded, and the model has nothing that does it.
+        """
         host = None
         if self.host is not None:
             host = HostSide(self.host.engine, self._device, self.precision.dtype)
@@ -184,6 +192,14 @@ class TorchExecution:
                 host_layers=() if self.host is None else self.host.experts.layers,
                 part=part,
             )
+            if self.rounds_prompts:
+                prompts = PromptLayers(decoder.layers, self.backend)
+                if not prompts.num_linears:
+                    raise ConfigError(
+                        f"--prompt-int8 cannot be had: {source.path.name} has no linears of 4 bits"
+                        " whose inputs it could round; leave it out"
+                    )
+                decoder = replace(decoder, prompts=prompts)
             return decoder if beacon is None else replace(decoder, on_layer=beacon.advance)
 
         if self.ranks is None:

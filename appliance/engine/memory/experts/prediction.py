@@ -50,19 +50,24 @@ def token_time(
     kv_bytes: float,
     on_host: ExpertsOnHost,
     device_gb_per_second: float,
+    linear_bits: float | None = None,
 ) -> TokenTime:
     """Predict the time of a token.
 
     Args:
+        source: of the model.
         weight_bytes: on the device.
-        kv_bytes: read per step of one stream.
+        kv_bytes: of keys, values and states, that a step of one stream reads and writes.
+        on_host: experts that are not on the device.
+        device_gb_per_second: what the device reads.
+        linear_bits: of a weight of the layers; None: as they are stored.
     """
     shares = {
         index: one.mlp.router.top_k / one.mlp.router.num_experts
         for index, one in enumerate(source.spec.layers)
         if isinstance(one.mlp, ExpertsSpec)
     }
-    share = _active_share(source, shares, on_host.layers)
+    share = _active_share(source, shares, on_host.layers, linear_bits)
     chosen = 0.0
     if on_host.layers:
         mean = sum(shares[layer] for layer in on_host.layers) / len(on_host.layers)
@@ -103,16 +108,28 @@ def split_in_words(
     )
 
 
-def _active_share(source: ModelSource, shares: dict[int, float], on_host: Collection[int]) -> float:
-    """Return the share of the device's weights that a token reads."""
-    total, active = 0, 0.0
+def _active_share(
+    source: ModelSource,
+    shares: dict[int, float],
+    on_host: Collection[int],
+    linear_bits: float | None,
+) -> float:
+    """Return the share of the device's bytes of weights that a token reads."""
+    total, active = 0.0, 0.0
     for slot in source.slots():
         if slot.expert is not None and slot.layer in on_host:
             continue
-        count = math.prod(slot.shape)
-        total += count
-        active += count * _share(slot, shares, tied=source.spec.tied_head)
+        bits = linear_bits if slot.is_linear and linear_bits else _bits(source, slot.name)
+        size = math.prod(slot.shape) * bits
+        total += size
+        active += size * _share(slot, shares, tied=source.spec.tied_head)
     return active / total
+
+
+def _bits(source: ModelSource, name: str) -> float:
+    """Return the bits of a weight as stored, without scales; dense ones have 16."""
+    weights = source.weights
+    return weights.packed_bits(name) or weights.float_bits(name) or 16
 
 
 def _share(slot: TensorSlot, shares: dict[int, float], *, tied: bool) -> float:

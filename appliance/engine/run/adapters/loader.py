@@ -122,6 +122,7 @@ def planned_bytes(
 
     def bytes_beside(weight: str) -> int:
         is_packed = weights.packed_bits(weight) is not None or weights.float_bits(weight) == 4
+        is_packed = is_packed and not source.is_trellis  # whose inputs are rotated
         return 1 if is_packed and not in_table else element_bytes
 
     each = adapter_bytes(source.spec, source.family.names, rank, bytes_beside)

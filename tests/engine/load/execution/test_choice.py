@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from appliance.engine.load.execution.choice import (
     execution_for,
 )
 from appliance.engine.load.execution.native_execution import NativeExecution
+from appliance.engine.load.execution.torch_execution import TorchExecution
 from appliance.errors import ConfigError
+from appliance.kernels.backend import triton_backend
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import Isa
+from appliance.kernels.gpu import target
 from appliance.model.source import open_model
 
 
@@ -93,3 +97,35 @@ def test_a_cpu_without_vector_instructions_is_told_once_that_it_is_slow(
     assert isinstance(execution, NativeExecution)
     assert execution.isa == "SCALAR"
     assert list(notes) == warnings(caplog) == [SCALAR_NOTE] * told
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "reason"),
+    [
+        ({}, None, "it is for our kernels on a GPU"),
+        ({"kernels": "reference"}, 86, "it is for our kernels on a GPU"),
+        ({"tensor_parallel": 2}, 86, "it is for a model on one GPU"),
+        ({}, 80, "it pays on GeForce RTX 30, 40 and 50 .*, not on 8.0"),
+        ({}, 90, "it pays on .*, not on 9.0"),
+    ],
+)
+def test_prompts_in_int8_are_refused_where_they_do_not_pay(
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    capability: int | None,
+    reason: str,
+) -> None:
+    config = EngineConfig(prompt_int8=True, **settings)
+    precision = CPU_BF16
+    if capability is not None:
+        monkeypatch.setattr(target, "target_of", lambda device: target.Target(capability))
+        precision = replace(CPU_BF16, device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match=f"--prompt-int8 cannot be had: {reason}.*leave it out"):
+        execution_for(config, precision, open_model(tiny_llama), 1)
+
+
+def test_a_model_without_linears_of_4_bits_has_no_prompts_in_int8(tiny_llama: Path) -> None:
+    execution = TorchExecution(CPU_BF16, triton_backend(), rounds_prompts=True)
+    with pytest.raises(ConfigError, match=r"has no linears of 4 bits.*; leave it out"):
+        execution.load(open_model(tiny_llama), lambda stage, done, total: None, 64)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from appliance.engine.memory.experts.streaming import HOST_GB_PER_SECOND, Stream
 from appliance.engine.memory.plan import MemoryPlan, plan_memory
 from appliance.errors import ConfigError
 from appliance.model.source import ModelSource, open_model
+from appliance.model.tensors import Role
 
 GIB = 2**30
 
@@ -62,6 +64,24 @@ def test_experts_that_left_are_no_part_of_what_the_device_reads(source: ModelSou
     assert whole.device * 1e9 == pytest.approx(rest - unread + experts * 3 / 8)
     gone = token_time(source, rest, 0.0, ExpertsOnHost((0, 2), experts), 1)
     assert gone.device * 1e9 == pytest.approx(rest - unread)
+
+
+def test_narrow_experts_are_a_smaller_share_of_what_a_token_reads(source: ModelSource) -> None:
+    """By hand: layers have 4.25 bits, embedding and head 16; the head is tied, or read too."""
+    layers, experts, ends, unread = 0, 0, 0, 0
+    for slot in source.slots():
+        count = math.prod(slot.shape)
+        if slot.is_linear and slot.expert is not None:
+            experts += count
+        elif slot.is_linear:
+            layers += count
+        else:
+            ends += count
+            unread += count if slot.role is Role.EMBEDDING and not source.spec.tied_head else 0
+    whole = 4.25 * (layers + experts) + 16 * ends
+    read = 4.25 * (layers + 3 / 8 * experts) + 16 * (ends - unread)
+    time = token_time(source, 1000, 0.0, NONE_ON_HOST, 1, 4.25)
+    assert time.device * 1e9 == pytest.approx(1000 * read / whole)
 
 
 def plan() -> MemoryPlan:
