@@ -17,8 +17,9 @@ from appliance.engine.load.memory_request import request_memory, with_other_cach
 from appliance.engine.memory.experts.prediction import token_time
 from appliance.engine.memory.experts.split import LayerExperts
 from appliance.engine.memory.plan import plan_memory
+from appliance.engine.served_model import with_state_format
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.fit.published import expected_rate
+from appliance.fit.expected import expected_rate, launches
 from appliance.model.encoder.source import EncoderSource
 from appliance.model.narrowed import narrowed
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.config import EngineConfig
+    from appliance.engine.memory.experts.prediction import TokenTime
     from appliance.engine.memory.experts.split import ExpertChoice
     from appliance.engine.memory.plan import MemoryPlan, MemoryRequest
     from appliance.fit.place import ModelPlace
@@ -33,12 +35,19 @@ if TYPE_CHECKING:
 
 KV_WORDS = ("auto", "bf16", "int8", "int4")
 AS_IT_IS = "as it is"
-# What `serve` rounds weights to while it loads them.
-ROUNDED = {f"--weight-bits {bits}": bits for bits in (8, 4)}
+# What `serve` rounds while it loads weights, in the order of loss: bits of the layers, of the ends.
+ROUNDED: dict[str, tuple[int | None, int | None]] = {
+    "--end-bits 8": (None, 8),
+    "--end-bits 4": (None, 4),
+    "--weight-bits 8": (8, None),
+    "--weight-bits 4": (4, None),
+}
 # Bits per weight from `appliance quantize`: codes, and scales of groups of 128.
 _QUANTIZED = {"int8": 8 + 16 / 128, "int4": 4 + 16 / 128}
 # By what a model loses: 8 bits are the same in both, 4 bits of `quantize` are closer.
-_BY_LOSS = (AS_IT_IS, "--weight-bits 8", "int8", "int4", "--weight-bits 4")
+_BY_LOSS = (
+    AS_IT_IS, "--end-bits 8", "--weight-bits 8", "int8", "--end-bits 4", "int4", "--weight-bits 4",
+)  # fmt: skip
 _COMFORT = 10.0  # tokens/s of one stream, faster than most people read
 
 
@@ -50,11 +59,13 @@ class FitRow:
         weights: "as it is", a setting that rounds them, or a form that `quantize` can make.
         kv: precision of the KV cache, as `--kv-cache-dtype` takes it.
         kv_format: its format on this device.
+        states: what recurrent states are kept in; "fp16" where float32 would not fit.
         streams: whole contexts that fit at once.
         plan: of memory; None if it does not fit.
         refusal: why it does not fit, with the nearest that does.
         rate: upper bound of one stream's tokens/s, see `token_time`; None without a bandwidth.
         expected: tokens/s that are expected on a GPU, see `expected_rate`; never measured.
+        kernels: of a step, by which that was computed.
     """
 
     weights: str
@@ -63,9 +74,11 @@ class FitRow:
     context_length: int
     streams: int
     plan: MemoryPlan | None
+    states: str = "fp32"
     refusal: str = ""
     rate: float | None = None
     expected: float | None = None
+    kernels: int = 0
 
     @property
     def experts_on_cpu(self) -> int:
@@ -111,6 +124,7 @@ def candidates(
         found = list(_of_reader(source, config, place, wanted, streams))
     else:
         assert not isinstance(source, EncoderSource)
+        source = with_state_format(source, config)
         found = _of_decoder(source, config, place, wanted, streams)
     return sorted(found, key=_rank)
 
@@ -123,7 +137,8 @@ def _of_reader(
     streams: int,
 ) -> Iterator[FitRow]:
     """List the ways to serve a model that only reads, which needs no cache."""
-    for weights, bits in {AS_IT_IS: None, **ROUNDED}.items():
+    whole = {name: bits for name, (bits, _) in ROUNDED.items() if bits is not None}
+    for weights, bits in {AS_IT_IS: None, **whole}.items():
         rounded = msgspec.structs.replace(config, weight_bits=bits)
         try:
             execution = encoder_execution_on(rounded, source, place.gpu_bytes)
@@ -140,16 +155,18 @@ def _of_reader(
             except MemoryPlanError as error:
                 refusal = refusal or str(error)
                 continue
-            yield FitRow(weights, "auto", "none", context, streams, plan, refusal)
+            yield FitRow(weights, "auto", "none", context, streams, plan, refusal=refusal)
             break
         else:
-            yield FitRow(weights, "auto", "none", wanted, streams, None, refusal)
+            yield FitRow(weights, "auto", "none", wanted, streams, None, refusal=refusal)
 
 
 def _of_decoder(
     source: ModelSource, config: EngineConfig, place: ModelPlace, wanted: int, streams: int
 ) -> list[FitRow]:
-    forms = {name: narrowed(source, bits) for name, bits in ROUNDED.items()}
+    forms = {name: narrowed(source, *bits) for name, bits in ROUNDED.items()}
+    if any(forms[name] for name, (bits, _) in ROUNDED.items() if bits is not None):
+        forms = {name: one for name, one in forms.items() if ROUNDED[name][0] is not None}
     saved = {name: _saved_bytes(source, bits) for name, bits in _QUANTIZED.items()}
     measured: dict[str, MemoryRequest] = {}  # by weights, with the first cache
     found: list[FitRow] = []
@@ -172,10 +189,9 @@ def _of_decoder(
             if less is not None:
                 left, experts = request.weight_bytes - less, _quantized(request.experts, bits)
                 sized[weights] = replace(request, weight_bytes=left, experts=experts)
-        found += [
-            _candidate(source, one, place, weights, kv, wanted, streams)
-            for weights, one in sized.items()
-        ]
+        for weights, one in sized.items():
+            stored = forms.get(weights) or source
+            found += _candidate(stored, one, place, weights, kv, wanted, streams)
     return found
 
 
@@ -190,7 +206,8 @@ def _measured(
     found = {AS_IT_IS: request}
     for weights, form in forms.items():
         if form is not None:
-            rounded = msgspec.structs.replace(config, weight_bits=ROUNDED[weights])
+            bits, ends = ROUNDED[weights]
+            rounded = msgspec.structs.replace(config, weight_bits=bits, end_bits=ends)
             _, found[weights] = request_memory(rounded, form, place.gpu_bytes)
     return found
 
@@ -203,8 +220,30 @@ def _candidate(
     kv: str,
     wanted: int,
     streams: int,
+) -> Iterator[FitRow]:
+    """Yield a way to serve; and one with states in 16 bits if that holds a longer context."""
+    row = _with_context(source, request, place, weights, kv, wanted, streams)
+    yield row
+    narrow = request.narrow_state_bytes
+    if not narrow or (row.plan is not None and row.context_length == wanted):
+        return
+    narrower = replace(request, state_bytes=narrow, narrow_state_bytes=0)
+    other = _with_context(source, narrower, place, weights, kv, wanted, streams)
+    if other.plan is not None and (row.plan is None or other.context_length > row.context_length):
+        yield replace(other, states="fp16")
+
+
+def _with_context(
+    source: ModelSource,
+    request: MemoryRequest,
+    place: ModelPlace,
+    weights: str,
+    kv: str,
+    wanted: int,
+    streams: int,
 ) -> FitRow:
     refusal = ""
+    kept = source.spec.state_format.value
     for context in _contexts(wanted):
         blocks = -(-context // request.block_size) * streams
         asked = replace(
@@ -217,14 +256,26 @@ def _candidate(
         except MemoryPlanError as error:
             refusal = refusal or str(error)
             continue
-        rate = _rate(source, plan, asked, place, context)
+        time = _time(source, plan, asked, place, context, _QUANTIZED.get(weights))
         expected = None
-        if rate is not None and place.is_gpu:
-            expected = expected_rate(rate, source.spec)
+        if time is not None and place.is_gpu:
+            expected = expected_rate(time, source.spec)
         return FitRow(
-            weights, kv, request.kv_format, context, streams, plan, refusal, rate, expected
+            weights,
+            kv,
+            request.kv_format,
+            context,
+            streams,
+            plan,
+            refusal=refusal,
+            rate=None if time is None else time.per_second,
+            expected=expected,
+            kernels=launches(source.spec),
+            states=kept,
         )
-    return FitRow(weights, kv, request.kv_format, wanted, streams, None, refusal)
+    return FitRow(
+        weights, kv, request.kv_format, wanted, streams, None, states=kept, refusal=refusal
+    )
 
 
 def _contexts(wanted: int) -> Iterator[int]:
@@ -249,15 +300,21 @@ def _saved_bytes(source: ModelSource, bits: float) -> int | None:
     return int(saved)
 
 
-def _rate(
-    source: ModelSource, plan: MemoryPlan, request: MemoryRequest, place: ModelPlace, context: int
-) -> float | None:
-    """Return the upper bound of one stream's tokens/s, at half of its context."""
+def _time(
+    source: ModelSource,
+    plan: MemoryPlan,
+    request: MemoryRequest,
+    place: ModelPlace,
+    context: int,
+    linear_bits: float | None,
+) -> TokenTime | None:
+    """Return the least time of a token of one stream, at half of its context."""
     if place.bandwidth is None:
         return None
-    kv_bytes = request.kv_bytes_per_token * context / 2
-    time = token_time(source, plan.weight_bytes, kv_bytes, plan.host_experts, place.bandwidth)
-    return time.per_second
+    # Each step reads the keys and values, and reads and writes the states.
+    kept = request.kv_bytes_per_token * context / 2 + 2 * request.state_bytes
+    on_host = plan.host_experts
+    return token_time(source, plan.weight_bytes, kept, on_host, place.bandwidth, linear_bits)
 
 
 def _quantized(choice: ExpertChoice | None, bits: float) -> ExpertChoice | None:
@@ -281,4 +338,5 @@ def _rank(one: FitRow) -> tuple[float, ...]:
         one.experts_on_cpu > 0,
         _BY_LOSS.index(one.weights),
         KV_WORDS.index(one.kv),
+        one.states != "fp32",
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.engine.memory.experts.streaming import HOST_GB_PER_SECOND
 from appliance.fit.candidates import AS_IT_IS, ROUNDED
+from appliance.fit.expected import KERNEL_SECONDS, READ_SHARE
 from appliance.fit.published import FORM, quotes_for
 
 if TYPE_CHECKING:
@@ -40,17 +41,18 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
             f"tokens/s: at most, for one stream at half of the context: {place.bandwidth:,.0f} GB/s"
             f" ({place.how.partition(';')[0]}) over the bytes that a step reads."
         )
-    numbered = [(number, one.expected) for number, one in enumerate(found, 1)]
-    number, expected = next((one for one in numbered if one[1] is not None), (0, None))
-    if expected is not None:
+    numbered = enumerate(found, 1)
+    number, first = next((one for one in numbered if one[1].expected is not None), (0, None))
+    if first is not None:
         lines.append(
-            f"expected, not measured: {expected:,.0f} tokens/s in row {number}, by the same bytes"
-            " and 2 µs for each kernel of a step."
+            f"expected, not measured: {first.expected:,.0f} tokens/s in row {number}, by"
+            f" {READ_SHARE:.0%} of the bandwidth and {1e6 * KERNEL_SECONDS:.0f} µs for each of"
+            f" {first.kernels} kernels of a step."
         )
     if place.is_gpu:
         lines += [
-            f"quoted, not ours: {one.model} {one.weights}, {one.engine}: {one.tokens} tokens/s of"
-            f" one stream ({one.source})"
+            f"quoted, not ours: {one.model} {one.weights}, {one.engine}, {one.settings}:"
+            f" {one.tokens} tokens/s of one stream ({one.source}, {one.date}, {one.address})"
             for one in quotes_for(place.name, title)
         ]
         lines.append(FORM)
@@ -68,12 +70,17 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     fitting = {one.weights for one in found if one.plan}
     if fitting & ROUNDED.keys():
         lines.append(
-            "--weight-bits: serve rounds the weights to that while it loads them; nothing measures"
-            " the cost."
+            "--weight-bits, --end-bits: serve rounds all weights, or embedding and head alone,"
+            " while it loads them; nothing measures the cost."
         )
     if fitting - ROUNDED.keys() - {AS_IT_IS}:
         lines.append(
             "other weights: appliance quantize makes them, with a card that says the cost."
+        )
+    if any(one.states == "fp16" for one in found):
+        lines.append(
+            "states fp16: recurrent states are kept in 16 bits (--mamba-cache-dtype), where float32"
+            " leaves less context or does not fit."
         )
     refused = next((one.refusal for one in found if one.refusal), "")
     if refused:
@@ -88,7 +95,9 @@ def as_data(found: Sequence[FitRow], place: ModelPlace, title: str) -> dict[str,
         "candidates": [
             {
                 "weights": one.weights,
-                "weight_bits": ROUNDED.get(one.weights),
+                "weight_bits": ROUNDED.get(one.weights, (None, None))[0],
+                "end_bits": ROUNDED.get(one.weights, (None, None))[1],
+                "mamba_cache_dtype": one.states,
                 "kv_cache_dtype": one.kv,
                 "kv_format": one.kv_format,
                 "context_length": one.context_length,
@@ -122,7 +131,7 @@ def _row(number: int, one: FitRow) -> tuple[str, ...]:
     return (
         str(number),
         one.weights + (f", {layers} on the CPU" if (layers := one.experts_on_cpu) else ""),
-        one.kv_format,
+        one.kv_format + (f", states {one.states}" if one.states != "fp32" else ""),
         f"{one.context_length:,}",
         str(one.streams),
         memory,
