@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 # OpenMP threads that spin at a barrier starve each other as soon as another process needs a core:
 # 150 small matmuls on 2 cores took 83 ms (median) beside a busy process and 3.5 alone. With this
@@ -112,3 +113,17 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the prctl
+
+
+def open_nvml(library: Any = None) -> Any:
+    """Load NVIDIA's management library; pynvml by default.
+
+    Raises:
+        Exception: there is no driver, or it fails; pynvml has a class for each error.
+    """
+    if library is None:
+        import pynvml
+
+        library = pynvml
+    library.nvmlInit()
+    return library

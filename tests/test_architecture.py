@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli import Commands
+from appliance.quant.run.options import Method
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 700
@@ -60,12 +61,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant.formats": {"kernels", "model_files.checkpoint"},
     "quant.methods.rtn": {"kernels", "quant.formats"},
     # A program of its own, the only part of quant that runs an engine.
-    "quant.text.row_writer": {
-        "tokenizer", "llm", "engine.nouns.sampling_params", "model", "quant.run.memory",
+    "quant.text.answerer": {
+        "llm", "engine.nouns.sampling_params", "model", "quant.run.memory",
     },
     "quant": {
         "kernels", "model", "model_files.checkpoint", "gguf", "tokenizer", "hub", "config",
-        "model_files.sampling_defaults", "model_files.retrieval_recipe",
+        "model_files.sampling_defaults", "model_files.retrieval_recipe", "dialects",
     },
     "model": {"kernels", "quant.formats", "model_files.checkpoint", "gguf"},
     "model.narrowed": {"kernels", "quant.formats", "quant.methods.rtn", "model"},
@@ -87,8 +88,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": {"config"},
     "fit": {
         "bench", "config", "engine.devices", "engine.memory.plan", "engine.load.memory_request",
-        "engine.memory.experts", "engine.encoder.encoder_execution", "gguf", "hub", "model",
-        "tokenizer",
+        "engine.memory.experts", "engine.encoder.encoder_execution", "engine.served_model", "gguf",
+        "hub", "model", "tokenizer", "kernels.activation",
     },
     "doctor": {
         "config", "hub", "progress", "kernels.cpu", "kernels.gpu", "kernels.packed_matmul",
@@ -103,6 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub",
         "monitoring", "model_files.sampling_defaults", "docs", "doctor", "connect", "chat", "bench",
         "service", "fit", "model.adapters", "model.source", "cluster", "model_files.checkpoint",
+        "kernels.gpu.cards",
     },
     "cli": {"commands", "config", "engine.process.launch"},
     "__init__": {"llm", "engine.nouns.sampling_params", "grammar"},
@@ -131,9 +133,10 @@ BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 DOORS = {
     "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
     "hub.__main__",
-    "quant.text.row_writer",
+    "quant.text.answerer",
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),
+    *(f"quant.methods.{method.traits.file}" for method in Method if method.traits.file),
 }  # fmt: skip
 
 NO_TORCH = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["byte_tokenizer", "forks", "serve", "tokenizer_folder"]
 KEY = "0123456789abcdef"
+DOCS = Path(__file__).parents[1] / "appliance" / "docs"
 
 
 def call(*arguments: str) -> Result:
@@ -42,6 +44,7 @@ async def test_each_number_of_streams_is_measured(
         rate = level["output_tokens_per_second"]
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
     assert found["model"]["id"] == "echo"
+    assert found["load"]["accepted_tokens"] == 0
     assert found["prefill"]["prompt_tokens"] > 1000  # bytes are tokens here
     text = as_text(found)
     assert "| 3 |" in text
@@ -63,21 +66,29 @@ def test_a_card_has_a_row_to_post() -> None:
     result = {
         "version": "1.2",
         "machine": {
-            "time": "now", "cpu": "a CPU", "cores": 16, "load_average": [0.0], "python": "3.12",
-            "packages": {"torch": "2.13.0"}, "gpu_driver": "580.65.06",
+            "time": "2026-11-30T02:00:00Z", "cpu": "a CPU", "cores": 16, "load_average": [0.0],
+            "python": "3.12",
+            "packages": {"torch": "2.13.0", "triton": "3.7.1"}, "gpu_driver": "580.65.06",
         },
         "model": {
-            "id": "llama-8b", "about": {"weights": "4 bits", "on": "NVIDIA GeForce RTX 4090"},
+            "id": "llama-8b", "about": {
+                "weights": "4 bits", "on": "NVIDIA GeForce RTX 4090", "KV cache": "int8",
+            },
         },
-        "load": {"repeats": 3, "max_tokens": 128},
+        "load": {"repeats": 3, "max_tokens": 128, "accepted_tokens": 7},
         "levels": [level],
         "prefill": {
             "prompt_tokens": 512, "tokens_per_second": spread, "first_token_ms": {"p50": 90},
         },
     }  # fmt: skip
-    row = "| RTX 4090 | llama-8b | 4 bits | 215.3 (213.0 to 216.0) |"
-    row += " appliance 1.2, driver 580.65.06, torch 2.13.0 |"
-    assert as_text(result).splitlines()[-1] == row
+    row = "| RTX 4090 | llama-8b | 4 bits; KV int8 | 215.3 (213.0 to 216.0) |"
+    row += " prompts of 20, answers of 128 tokens, 3 bursts, 7 tokens from drafts |"
+    row += " appliance 1.2, driver 580.65.06, torch 2.13.0, triton 3.7.1, 2026-11-30 |  |"
+    lines = as_text(result).splitlines()
+    assert lines[-1] == row
+    assert "GPU         RTX 4090, driver 580.65.06" in lines
+    page = (DOCS / "benchmarks.md").read_text()
+    assert "\n".join(lines[-3:-1]) in page, "the row fits the table"
     on_cpu = result | {"machine": {**result["machine"], "gpu_driver": "unknown"}}  # type: ignore[dict-item]
     assert "To post" not in as_text(on_cpu)
 

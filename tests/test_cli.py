@@ -52,7 +52,8 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         (["top", "--config", "/nowhere.toml"], 2, "no configuration file"),
         (["evaluate", "--device", "tpu"], 2, "'tpu' is not auto, cpu or cuda"),
         (["repack", "--out", "/tmp/never"], 2, "--format"),
-        (["quantize"], 2, "--out DIR is needed"),
+        (["quantize", "--fast", "--method", "gptq"], 2, "leave it or --method gptq out"),
+        (["quantize", "--for", "nobody"], 2, "appliance, llama.cpp, transformers, vllm"),
         (["card", "/nowhere"], 3, "there is nothing at /nowhere"),
         (["evaluate", "--kv", "int3"], 2, "KV cache 'int3' is not known"),
         (["serv"], 2, "serve"),
@@ -114,7 +115,7 @@ def test_help_is_whole_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch)
     assert not re.search(r" \.\s", text), "something was taken for markup"
     shown = [one for one in commands()[name].params if not getattr(one, "hidden", False)]
     flags = {flag for one in shown for flag in one.opts if flag.startswith("--")}
-    assert flags <= set(re.findall(r"--[a-z-]+", text))
+    assert flags <= set(re.findall(r"--[a-z0-9-]+", text))
     words = " ".join(text.replace("│", " ").split())
     for one in shown:
         for word in (one.help or "").split():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -72,14 +73,19 @@ def test_what_a_run_took_is_what_the_next_begins_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_scheduling, "DURATIONS", tmp_path / "durations.json")
-    watch = Stopwatch()
+    sample, executed = "tests/test_sweep.py", f"{ONE_UNIT}/test_block_copy.py"
+    stored = {ONE_UNIT: 270, executed: 40, sample: 20, "tests/test_b.py": 30, "tests/gone.py": 8}
+    file_scheduling.DURATIONS.write_text(json.dumps(stored))
+    watch = Stopwatch({sample, executed})
     for name, seconds in (
         ("a.py::one", 3.0),
         ("b.py::one", 9.6),
         ("a.py::two", 3.0),
         ("c.py::x", 1),
+        ("sweep.py::x", 7),
     ):
         report = SimpleNamespace(nodeid=f"tests/test_{name}", duration=seconds)
         watch.pytest_runtest_logreport(cast("pytest.TestReport", report))
     watch.pytest_sessionfinish()
-    assert durations() == {"tests/test_b.py": 10, "tests/test_a.py": 6}
+    whole = {ONE_UNIT: 270, executed: 40, sample: 20}  # only a sample of these ran
+    assert durations() == whole | {"tests/test_b.py": 10, "tests/test_a.py": 6}

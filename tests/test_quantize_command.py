@@ -25,6 +25,7 @@ from appliance.progress.quantize_events import (
     Done,
     Measuring,
     QuantizeEvent,
+    RunEstimated,
     RunFailed,
     RunPlanned,
     Start,
@@ -56,6 +57,7 @@ DONE = Done(
 )
 ALL: list[QuantizeEvent] = [
     StepStarted(what="choosing"),
+    RunEstimated(method="gptq", form="4 bits", writing=40, weights=200, card=60, cores=2),
     START,
     PLAN,
     UNIT,
@@ -82,6 +84,7 @@ def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> N
     assert found.out == ""
     assert found.err.splitlines() == [
         "  choosing",
+        "  gptq, 4 bits: about 5 min 00 s on 2 cores (text 40 s, weights 3 min 20 s, card 60 s)",
         "  llama, gptq, 4 bits: 5 parts",
         "  1 head: 16 bits, 2.0 MiB",
         "  memory: 300 MiB at most, as measured",
@@ -251,3 +254,30 @@ def test_a_ceiling_that_is_too_low_is_one_line(command: list[str], run_here: Run
     assert status == 4
     assert "MiB would do" in line
     assert isinstance(decode_event(last), RunFailed)
+
+
+def test_a_name_is_found_for_the_result(
+    command: list[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    place = command.index("--out")
+    unnamed = [*command[:place], *command[place + 2 :]]
+    place = unnamed.index("--method")
+    unnamed = [*unnamed[:place], *unnamed[place + 2 :], "--no-card"]
+    status, told, said = run_here(*unnamed)
+    assert status == 0, said
+    assert said[0] == f"the result will be {tmp_path / 'model-4bit'}; --out names another folder"
+    assert (tmp_path / "model-4bit" / "config.json").is_file()
+    times = [event for event in map(decode_event, told) if isinstance(event, RunEstimated)]
+    assert [time.method for time in times] == ["awq+gptq"]
+    assert times[0].weights > 0
+    assert times[0].writing == times[0].card == 0, "a text was given, and no card asked for"
+    status, _, (*_, last) = run_here(*unnamed)
+    assert status != 0
+    assert "--overwrite" in last
+
+
+def test_haste_and_a_text_contradict_each_other(command: list[str], run_here: RunHere) -> None:
+    place = command.index("--method")
+    status, _, (*_, last) = run_here(*command[:place], *command[place + 2 :], "--fast")
+    assert status == 2
+    assert "--fast reads no text; leave it or --calibration out" in last

@@ -16,6 +16,10 @@ _HEADS = (
     "first token p50 / p99, ms",
     "between tokens p50 / p99, ms",
 )
+_POSTED = (
+    "card", "model", "weights", "tokens/s of one stream, median (least to most)", "settings",
+    "with", "posted by",
+)  # fmt: skip
 
 
 def as_text(result: dict[str, Any]) -> str:
@@ -29,6 +33,9 @@ def as_text(result: dict[str, Any]) -> str:
         ("model", "; ".join([model["id"], *(f"{k} {v}" for k, v in model["about"].items())])),
         ("versions", ", ".join(f"{name} {one}" for name, one in versions.items() if one)),
     ]
+    driver = machine.get("gpu_driver", "unknown")
+    if driver != "unknown":
+        facts.append(("GPU", f"{_card(result)}, driver {driver}"))
     if started := result.get("started"):
         facts.append(
             (
@@ -61,15 +68,40 @@ def as_text(result: dict[str, Any]) -> str:
 
 def _row_to_post(result: dict[str, Any]) -> list[str]:
     """Return a row for the table of cards in the documentation, if a GPU was measured."""
-    about, driver = result["model"]["about"], result["machine"].get("gpu_driver", "unknown")
-    card = about.get("on", "").removeprefix("NVIDIA ").removeprefix("GeForce ")
-    if driver == "unknown" or result["levels"][0]["streams"] != 1:
+    about, machine, level = result["model"]["about"], result["machine"], result["levels"][0]
+    driver = machine.get("gpu_driver", "unknown")
+    if driver == "unknown" or level["streams"] != 1:
         return []
-    speed = _range(result["levels"][0]["decode_tokens_per_second_each"])
-    packages = result["machine"]["packages"]
+    load, speed = result["load"], _range(level["decode_tokens_per_second_each"])
+    settings = (
+        f"prompts of {level['prompt_tokens_mean']:g}, answers of {load['max_tokens']} tokens,"
+        f" {load['repeats']} bursts, {_drafts(load)}"
+    )
+    packages = machine["packages"]
     made = f"appliance {result['version']}, driver {driver}, torch {packages['torch']}"
-    cells = (card, result["model"]["id"], about.get("weights", ""), speed, made)
-    return ["", "To post, as a row of the measured cards:", "", f"| {' | '.join(cells)} |"]
+    made += f", triton {packages['triton']}, {machine['time'][:10]}"
+    kept = f"{about.get('weights', '')}; KV {about.get('KV cache', 'unknown')}"
+    cells = (_card(result), result["model"]["id"], kept, speed, settings, made, "")
+    return [
+        "",
+        "To post, as a row of the measured cards (`appliance docs benchmarks` has the table): put"
+        " your name into the last cell, and send it with all of the above.",
+        "",
+        f"| {' | '.join(_POSTED)} |",
+        "| --- | --- | --- | ---: | --- | --- | --- |",
+        f"| {' | '.join(cells)} |",
+    ]
+
+
+def _card(result: dict[str, Any]) -> str:
+    name: str = result["model"]["about"].get("on", "unknown")
+    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def _drafts(load: dict[str, Any]) -> str:
+    """Say how many tokens of the answers were drafted, which makes them faster."""
+    accepted = load.get("accepted_tokens")
+    return "drafts unknown" if accepted is None else f"{accepted} tokens from drafts"
 
 
 def _row(level: dict[str, Any]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from appliance.errors import ConfigError
 from appliance.version import __version__
 
 if TYPE_CHECKING:
+    from appliance.bench.load import Endpoint
     from appliance.bench.own_server import ServerProcess
 
 _ABOUT = {"weight_format": "weights", "kv_format": "KV cache", "device": "on", "backend": "by"}
@@ -71,7 +72,7 @@ async def _measure(
     from appliance.bench.report import machine_facts
     from appliance.bench.serving import LoadShape, measure
     from appliance.doctor.server_facts import ask_server
-    from appliance.engine.load.tuning import driver_version
+    from appliance.kernels.gpu.cards import driver_version
 
     server = asked_server(url, config)
     machine = machine_facts()
@@ -82,6 +83,7 @@ async def _measure(
     about = await read_metrics(endpoint, "appliance_model_info")
     labels = about[0].labels if about else {}
     shape = LoadShape(levels, repeats, max_tokens=max_tokens)
+    before = await _accepted_tokens(endpoint)
     result = await measure(
         endpoint,
         facts.models[0],
@@ -89,6 +91,8 @@ async def _measure(
         facts.context_length,
         lambda words: typer.echo(f"measuring: {words}", err=True),
     )
+    after = await _accepted_tokens(endpoint)
+    drafted = None if before is None or after is None else int(after - before)
     return {
         "benchmark": "appliance bench",
         "version": facts.version or __version__,
@@ -97,9 +101,18 @@ async def _measure(
             "id": facts.models[0],
             "about": {words: labels[name] for name, words in _ABOUT.items() if labels.get(name)},
         },
-        "load": {"repeats": repeats, "max_tokens": max_tokens},
+        "load": {"repeats": repeats, "max_tokens": max_tokens, "accepted_tokens": drafted},
         **result,
     }
+
+
+async def _accepted_tokens(endpoint: Endpoint) -> float | None:
+    """Return the tokens that came from drafts so far; None if the server does not say it."""
+    from appliance.bench.load import read_metrics
+
+    name = "vllm:spec_decode_num_accepted_tokens_total"
+    samples = await read_metrics(endpoint, name)
+    return sum(sample.value for sample in samples) if samples else None
 
 
 def _levels(text: str) -> tuple[int, ...]:

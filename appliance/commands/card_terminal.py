@@ -25,6 +25,10 @@ def print_card(card: Card, console: Console | None = None) -> None:
     title = Text(card.line())
     console.print(Panel(title, title=f"quality of {card.model.name}", title_align="left"))
     console.print(_pairs(card_rows.measures(card)))
+    if card.kinds:
+        rows = list(map(card_rows.kind_row, card.kinds))
+        klds = [row.comparison.kld_mean.value for row in card.kinds]
+        console.print(_numbers("by kind of text", card_rows.KINDS_HEADER, rows, klds))
     if rows := card_rows.alternatives(card):
         klds = [float(row[2]) for row in rows]
         console.print(_numbers("size against quality", card_rows.ALTERNATIVES_HEADER, rows, klds))

@@ -39,6 +39,12 @@ def evaluate(
     rounding: Annotated[
         bool, typer.Option(help="Measure rounding to nearest in the same form, as a yardstick.")
     ] = True,
+    kinds: Annotated[
+        bool, typer.Option(help="Measure prose, code, other languages, chats and tool calls too.")
+    ] = True,
+    calls: Annotated[
+        bool, typer.Option(help="Let the model and its base call tools, and count right calls.")
+    ] = True,
     lm_eval: Annotated[
         str, typer.Option(help="Tasks of lm-evaluation-harness instead, through --url.")
     ] = "",
@@ -85,6 +91,8 @@ def evaluate(
         kv=parse_kv_formats(kv),
         kv_tokens=kv_tokens,
         rounding=rounding,
+        kinds=kinds,
+        calls=calls,
         compare=tuple(compare or ()),
         device=torch.device(choose_device(device)),
     )

@@ -29,8 +29,15 @@ class Quality:
     lines: tuple[str, ...]
 
 
-def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality:
+def quality_of(
+    model: Path, conditions: tuple[Condition, ...] | None, *, prompt_int8: bool = False
+) -> Quality:
     """Read a model's card and check it against conditions.
+
+    Args:
+        model: folder or file.
+        conditions: of `min_quality`; None checks nothing.
+        prompt_int8: it is served with prompts in int8.
 
     Raises:
         QualityError: a refusing condition fails or cannot be judged.
@@ -47,7 +54,13 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
     if card is not None:
         lines.append(card.line())
     if conditions is not None:
-        verdicts = judge(conditions, card, model.name, is_quantized=_is_quantized(model))
+        verdicts = judge(
+            conditions,
+            card,
+            model.name,
+            is_quantized=_is_quantized(model),
+            prompt_int8=prompt_int8,
+        )
         refusals = [verdict.reason for verdict in verdicts if verdict.action is Action.REFUSE]
         if refusals:
             raise QualityError("; ".join(refusals) + "; or change --min-quality")
@@ -72,6 +85,10 @@ def served_card(card: Card) -> ServedCard:
             "same_top_share": found.same_top_percent.value / 100,
             "perplexity_ratio": found.perplexity_ratio.value,
         }
+    for row in card.kinds:
+        compared[f"kld_mean_{row.kind.replace(' ', '_')}"] = row.comparison.kld_mean.value
+    if card.calls is not None and card.calls.base_right:
+        compared["tool_calls_share"] = card.calls.right / card.calls.base_right
     against = "" if card.base is None else f"against {card.base.name}"
     return ServedCard(
         to_json(card),

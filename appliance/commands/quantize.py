@@ -11,7 +11,7 @@ import typer
 
 from appliance.commands.model_argument import Model
 from appliance.config import cache_dir, jobs_dir, parse_size
-from appliance.errors import ApplianceError, ConfigError
+from appliance.errors import ApplianceError
 from appliance.progress.quantize_events import (
     Measuring,
     QuantizeEvent,
@@ -33,17 +33,40 @@ QUANTIZING = "quantizing"
 
 def quantize(
     model: Model = "",
-    out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write; must not exist.",
+            show_default="MODEL's name and the bits, beside MODEL or, of a hub's, here",
+        ),
+    ] = None,
+    reader: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="Make what this program reads: appliance, with the least loss of all, llama.cpp,"
+            " transformers or vllm.",
+            show_default="a folder that appliance, transformers and vllm read",
+        ),
+    ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Round in seconds, without text and with more loss.")
+    ] = False,
     method: Annotated[
         str | None,
         typer.Option(
-            help="awq+gptq, gptq or awq, which lose less; or rtn, fp8, int8, which need no text.",
+            help="awq+gptq, gptq or awq, which lose less; trellis, which loses least; nvfp4 or"
+            " mxfp4, floats of 4 bits; or rtn, fp8, int8, which need no text.",
             show_default="the one of least loss that model and memory allow",
         ),
     ] = None,
     bits: Annotated[
         int | None,
-        typer.Option(help="3, 4 or 8; of gguf 4, 6 or 8.", show_default="4; 8 of fp8 and int8"),
+        typer.Option(
+            help="3, 4 or 8; of gguf also 2, 5 and 6, the usual type of as many; of trellis 2"
+            " to 5.",
+            show_default="4; 8 of fp8 and int8",
+        ),
     ] = None,
     group_size: Annotated[
         str | None,
@@ -57,7 +80,7 @@ def quantize(
         bool | None,
         typer.Option(
             "--symmetric/--no-symmetric",
-            help="No zero points: they lose less. Of gguf: Q4_0, not Q4_K.",
+            help="No zero points: they lose less. A type of gguf says it.",
             show_default="symmetric with --method; else zero points where other programs read them",
         ),
     ] = None,
@@ -68,7 +91,7 @@ def quantize(
     head: Annotated[
         int | None,
         typer.Option(
-            help="Bits of the head, 4, 8 or 16, and of gguf 6; of both ends if they are tied.",
+            help="Bits of the head, 4, 8 or 16, and of gguf 2 to 6; of both ends if they are tied.",
             show_default="16; 6 of gguf, or 8 if the layers have 8",
         ),
     ] = None,
@@ -84,18 +107,32 @@ def quantize(
         typer.Option(
             help="Text file, folder of them, or hf:DATASET, to which :SPLIT and :COLUMN may be"
             " added.",
-            show_default="Python's help topics, and text of the model's own",
+            show_default="text that the model writes, and source code of Python's library",
         ),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to calibrate with.", show_default="24576")
+    ] = None,
     kv_bits: Annotated[
         float | None,
         typer.Option(help="Bits of a KV cache element, such as 8, 6 or 4.75: chosen by layer."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
     format: Annotated[
-        str, typer.Option(help="Of the files: compressed-tensors, awq, gptq or gguf.")
-    ] = "compressed-tensors",
+        str | None,
+        typer.Option(
+            help="Of the files: compressed-tensors, awq, gptq, gguf or trellis.",
+            show_default="compressed-tensors; gguf with --type; trellis with its method",
+        ),
+    ] = None,
+    file_type: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            help="Of a GGUF file, by llama.cpp's names, such as Q4_K_M, IQ4_XS or Q3_K_S.",
+            show_default="Q4_K_M, or that of --bits",
+        ),
+    ] = None,
     engine: Annotated[
         str, typer.Option(help="Who quantizes: appliance, or autoawq or optimum if installed.")
     ] = "appliance",
@@ -132,8 +169,6 @@ def quantize(
 
     A run that is cut short keeps the layers it has done; the same command goes on from there.
     """
-    if out is None:
-        raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
     from appliance.runtime import limit_spinning
 
     limit_spinning()
@@ -148,27 +183,41 @@ def quantize(
         Method,
         QuantizeLibrary,
         QuantizeOptions,
+        ResultReader,
         WeightFormat,
         choose_device,
-        read_asked,
     )
+    from appliance.quant.run.result_reader import Words, usual_out
     from appliance.quant.text.calibration import CalibrationText
 
-    form = WeightFormat.parse(format)
     library = QuantizeLibrary.parse(engine)
     if method is None and library is not QuantizeLibrary.APPLIANCE:
         method = Method.RTN.value  # each has a method of its own
-    asked = read_asked(
-        None if method is None else Method.parse(method),
-        bits,
-        group_size,
+    given = {
+        "--calibration": calibration,
+        "--calibration-tokens": calibration_tokens,
+        "--mixed": mixed,
+        "--kv-bits": kv_bits,
+    }
+    reads = None if reader is None else ResultReader.parse(reader)
+    words = Words(
+        reader=reads,
+        fast=fast,
+        method=None if method is None else Method.parse(method),
+        bits=bits,
+        group_size=group_size,
         symmetric=symmetric,
-        format=form,
+        format=None if format is None else WeightFormat.parse(format),
+        file_type=file_type,
+        text=tuple(name for name, value in given.items() if value is not None),
     )
+    asked, form = words.read()
     options = QuantizeOptions(
         scheme=asked.scheme,
         method=asked.method,
         open=asked.open,
+        file_type=asked.file_type,
+        reader=reads,
         head=head,
         mixed=mixed,
         embedding=embedding,
@@ -185,6 +234,10 @@ def quantize(
     )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
+    if out is None:
+        is_here = Path(model).expanduser().exists() and bool(model)
+        out = usual_out(resolved.name, resolved.path.parent if is_here else Path(), options)
+        typer.echo(f"the result will be {out}; --out names another folder", err=True)
     if dry_run:
         plan = pipeline.dry_run(resolved.path, out, options)
         typer.echo(encode_event(plan).decode() if as_json else "\n".join(describe_plan(plan)))
@@ -313,9 +366,12 @@ def make_card_of_run(
             )
         )
     typer.echo(f"quality: {card.line()}", err=True)
-    for name, found in ((row.format, row.comparison) for row in card.kv):
+    others = [(f"a KV cache of {row.format}", row.comparison) for row in card.kv]
+    if card.prompt_int8 is not None:
+        others.append(("prompts in int8", card.prompt_int8))
+    for name, found in others:
         typer.echo(
-            f"  with a KV cache of {name}: mean KLD {found.kld_mean.value:.4f} more,"
+            f"  with {name}: mean KLD {found.kld_mean.value:.4f} more,"
             f" same top {found.same_top_percent.value:.1f} %",
             err=True,
         )

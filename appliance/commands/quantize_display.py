@@ -16,6 +16,7 @@ from appliance.progress.quantize_events import (
     Done,
     Measuring,
     QuantizeEvent,
+    RunEstimated,
     RunFailed,
     RunPlanned,
     Start,
@@ -121,6 +122,8 @@ def _lines(event: QuantizeEvent) -> list[str]:
     match event:
         case StepStarted():
             return [event.what]
+        case RunEstimated():
+            return [describe_time(event)]
         case Start(units_done=0):
             return [f"{event.architecture}, {event.method}, {event.scheme}: {_parts(event.units)}"]
         case Start():
@@ -140,6 +143,14 @@ def _lines(event: QuantizeEvent) -> list[str]:
             ]
         case Written() | Done() | Measuring() | CardWritten() | RunFailed():
             return []
+
+
+def describe_time(time: RunEstimated) -> str:
+    """Format the time that a run will take, and by what."""
+    parts = {"text": time.writing, "weights": time.weights, "card": time.card}
+    said = ", ".join(f"{name} {_duration(value)}" for name, value in parts.items() if value)
+    cores = "1 core" if time.cores == 1 else f"{time.cores} cores"
+    return f"{time.method}, {time.form}: about {_duration(time.seconds)} on {cores} ({said})"
 
 
 def _parts(count: int) -> str:

@@ -1,4 +1,4 @@
-"""`appliance repack`: converts a quantized model to another format, bit for bit."""
+"""`appliance repack`: converts a quantized model to another format, bit for bit, or to 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def repack(
     out: Annotated[
         Path, typer.Option(help="Folder to write, or file of format gguf; must not exist.")
     ],
-    format: Annotated[str, typer.Option(help="Of the files: awq, gptq or gguf.")],
+    format: Annotated[
+        str, typer.Option(help="Of the files: awq, gptq, gguf, or dense, which is 16 bits.")
+    ],
     model: Model = "",
     base: Annotated[
         Path | None,
@@ -28,14 +30,14 @@ def repack(
         bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
     ] = False,
 ) -> None:
-    """Store a quantized model's codes in another format, without loss."""
+    """Store a quantized model's codes in another format, without loss, or unpack them."""
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress.progress import ProgressLine
-    from appliance.quant.repack import repack_model
+    from appliance.quant.repack import DENSE, repack_model
     from appliance.quant.run.options import WeightFormat
 
-    form = WeightFormat.parse(format)
+    form = None if format == DENSE else WeightFormat.parse(format)
     if form is WeightFormat.GGUF:
         _write_gguf(model, base, out, overwrite=overwrite)
         return
@@ -52,12 +54,13 @@ def repack(
         )
     for note in repacked.notes:
         typer.echo(f"note: {note}", err=True)
-    config = repacked.store.config({}, [], named=False)
-    typer.echo(
-        f"{out}: {config['quant_method']}, {config['bits']} bits in groups of"
-        f" {config['group_size']}; serve it with: appliance serve {out}",
-        err=True,
-    )
+    what = "16 bits"
+    if repacked.store is not None:
+        config = repacked.store.config({}, [], named=False)
+        what = (
+            f"{config['quant_method']}, {config['bits']} bits in groups of {config['group_size']}"
+        )
+    typer.echo(f"{out}: {what}; serve it with: appliance serve {out}", err=True)
 
 
 def _write_gguf(model: str, base: Path | None, out: Path, *, overwrite: bool) -> None:

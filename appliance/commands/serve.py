@@ -133,7 +133,7 @@ def _run(
             if auto:
                 engine, why = with_best_fit(engine, resolved.path)
                 logger.info("auto: %s", why)
-            quality = quality_of(resolved.path, conditions)
+            quality = quality_of(resolved.path, conditions, prompt_int8=engine.prompt_int8)
             qualities[model.name or resolved.name] = quality
             engine = msgspec.structs.replace(engine, model=str(resolved.path))
             return ModelToServe(resolved, engine, quality.card)
@@ -206,7 +206,7 @@ def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]
     ranked = [
         one
         for one in _ranked(engine, model)
-        if one["weight_bits"] == engine.weight_bits
+        if (one["weight_bits"], one["end_bits"]) == (engine.weight_bits, engine.end_bits)
         and one["weights"] not in ("int8", "int4")  # `quantize` would have to make them first
         and engine.kv_cache_dtype in ("auto", one["kv_cache_dtype"])
     ]
@@ -214,10 +214,15 @@ def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]
     if best is None:
         raise MemoryPlanError(ranked[0]["refusal"] if ranked else "nothing fits; see appliance fit")
     chosen = msgspec.structs.replace(
-        engine, kv_cache_dtype=best["kv_cache_dtype"], max_model_len=best["context_length"]
+        engine,
+        kv_cache_dtype=best["kv_cache_dtype"],
+        max_model_len=best["context_length"],
+        mamba_cache_dtype=best["mamba_cache_dtype"],
     )
     total, budget = (as_size(best["bytes"][name]) for name in ("total", "budget"))
-    why = f"KV cache {best['kv_format']}, context {best['context_length']:,}: {total} of {budget}"
+    states = "" if best["mamba_cache_dtype"] == "fp32" else f", states {best['mamba_cache_dtype']}"
+    why = f"KV cache {best['kv_format']}{states}, context {best['context_length']:,}"
+    why += f": {total} of {budget}"
     if best["refusal"]:
         why += f"; with a longer context {best['refusal']}"
     return chosen, why

@@ -103,7 +103,8 @@ def _state_rows(info: EngineInfo) -> list[tuple[str, str]]:
         (
             "states",
             f"{counted(info.max_num_seqs, 'slot')} for sequences and"
-            f" {counted(info.num_checkpoints, 'checkpoint')}, {each:,.1f} MiB each",
+            f" {counted(info.num_checkpoints, 'checkpoint')}, {each:,.1f} MiB each in"
+            f" {info.state_format}",
         )
     ]
 
@@ -138,7 +139,9 @@ def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
     ]
     if info.kv_host_bytes:
         size = f"{info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks"
-        rows.append(("swap", f"up to {size} that have to make room, beside all that"))
+        # Beside a GPU it is taken at the start, see `PinnedMemory`; else as blocks leave.
+        how = "pinned from the start on," if info.kv_host_is_pinned else "up to"
+        rows.append(("swap", f"{how} {size} that have to make room, beside all that"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`appliance tune`: times on a GPU how its kernels multiply a model fastest."""
+"""`appliance tune`: times on its GPUs how the kernels of a model are launched best."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tune(
     show: Annotated[bool, typer.Option("--show", help="List what is kept instead.")] = False,
     forget: Annotated[bool, typer.Option("--forget", help="Delete what is kept instead.")] = False,
 ) -> None:
-    """Time tiles, splits and dense slices of a model's products on the GPU, and keep the fastest.
+    """Time the launches of a model's linears, experts and attention on the GPU; keep the fastest.
 
     A start does the same for about five seconds, until all of a model is timed (setting `tune`).
     Until then choices are computed from tables and a model of the card. What is kept counts for one
@@ -42,8 +42,8 @@ def _kept(*, forget: bool) -> None:
         typer.echo("nothing was timed here: all choices are computed")
     for kept in files:
         about, age = kept.circumstances, age_in_words(kept.age)
-        words = f"{about.card}: {counted(kept.count, 'choice')} of {len(kept.choices)} kinds of"
-        words += f" linears, {age}, driver {about.driver}, torch {about.torch},"
+        words = f"{about.card}: {counted(kept.count, 'choice')} of {len(kept.choices)} forms"
+        words += f" of work, {age}, driver {about.driver}, torch {about.torch},"
         words += f" triton {about.triton}"
         if forget:
             kept.path.unlink(missing_ok=True)

@@ -122,6 +122,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_is="as they are stored",
         ),
     ] = None
+    end_bits: Annotated[
+        int | None,
+        Setting(
+            "Round embedding and head to so many bits while they are loaded, 8 or 4, whatever the"
+            " layers have. What has no more stays as it is.",
+            Group.MODEL,
+            choices=(8, 4),
+            default_is="8 with weight_bits, else as they are stored",
+        ),
+    ] = None
     kernels: Annotated[
         str,
         Setting(
@@ -139,6 +149,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             choices=("auto", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"),
         ),
     ] = "auto"
+    prompt_int8: Annotated[
+        bool,
+        Setting(
+            "Round the inputs of 4-bit linears to 8 bits for prompts, which integer tensor cores of"
+            " GeForce cards multiply at up to four times the rate; answers are computed as ever. It"
+            " loses a little, which the quality card and min_quality tell.",
+            Group.COMPUTE,
+        ),
+    ] = False
     kv_cache_dtype: Annotated[
         str,
         Setting(
@@ -156,6 +175,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "int4-sealed",
                 "int4-rotated",
             ),
+        ),
+    ] = "auto"
+    mamba_cache_dtype: Annotated[
+        str,
+        Setting(
+            "Precision in which recurrent states (Mamba, Gated DeltaNet, short convolutions) are"
+            " kept between steps: auto, fp32, fp16 or bf16; auto is fp32, and fp16 is closer than"
+            " bf16 in as much memory.",
+            Group.KV,
+            choices=("auto", "fp32", "fp16", "bf16"),
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -212,9 +241,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tune: Annotated[
         str,
         Setting(
-            "Time at a start, for at most five seconds, which tiles and splits multiply fastest on"
-            " the GPU, and keep it: auto or off. What is not timed yet is computed; appliance tune"
-            " times all of it.",
+            "Time at a start, for at most five seconds, which launches of linears, experts and"
+            " attention are fastest on the GPUs, and keep it: auto or off. What is not timed yet is"
+            " computed; appliance tune times all of it.",
             Group.COMPUTE,
             choices=("auto", "off"),
         ),

@@ -11,7 +11,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 # In the order of a reader's questions.
 NAMES = (
-    "clients", "models", "sizing", "sleep", "dashboard", "quantize", "adapters",
+    "clients", "models", "sizing", "sleep", "dashboard", "quantize", "trellis", "adapters",
     "memory-and-cache",
         "ranks",
         "replicas",

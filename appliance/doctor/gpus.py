@@ -12,7 +12,8 @@ from appliance.doctor.finding import Finding, Grade, Scope, show_gib
 from appliance.kernels.cpu.build import BuildError, find_compiler
 from appliance.kernels.gpu.cards import GpuFacts, read_facts
 from appliance.kernels.gpu.obstacle import decide
-from appliance.server.metrics.gpu import GpuProbe, ask, open_nvml
+from appliance.runtime import open_nvml
+from appliance.server.metrics.gpu import GpuProbe, ask
 from appliance.wording import age_in_words, counted
 
 if TYPE_CHECKING:

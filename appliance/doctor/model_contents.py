@@ -294,7 +294,8 @@ def _kind_of(source: ModelSource, name: str) -> str:
     bits, float_bits = source.weights.packed_bits(name), source.weights.float_bits(name)
     if float_bits is not None:
         return f"in {float_bits}-bit floats"
-    return "dense" if bits is None else f"in {bits} bits"
+    form = " of a trellis" if source.is_trellis else ""
+    return "dense" if bits is None else f"in {bits} bits{form}"
 
 
 def _tokenizer(path: Path) -> Iterator[Finding]:

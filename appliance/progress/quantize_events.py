@@ -3,6 +3,7 @@
 With `--json` each event is one line of JSON on standard output; its field `event` is one of:
 
     step      a longer piece of work begins, before there is a plan
+    estimate  the time that the run will take, counted beforehand
     start     once, before any weight is quantized
     plan      the work, and the memory, disk space and time it takes; measured beforehand
     unit      a layer, or a tensor outside the layers, is is on disk
@@ -41,6 +42,21 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="s
 
 class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
     what: str  # such as "choosing the precision of the KV cache"
+
+
+class RunEstimated(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="estimate"):
+    """Expected seconds of a run's parts."""
+
+    method: str
+    form: str  # of the weights, in words
+    writing: float  # of the calibration text by the model
+    weights: float
+    card: float
+    cores: int  # threads that work
+
+    @property
+    def seconds(self) -> float:
+        return self.writing + self.weights + self.card
 
 
 class TensorClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +141,7 @@ class RunFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
 QuantizeEvent = (
     StepStarted
+    | RunEstimated
     | Start
     | RunPlanned
     | UnitFinished

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from appliance.events import Gpu
+from appliance.runtime import open_nvml
 
 ENERGY_SECONDS = 60.0  # window of joules per token
 
@@ -28,20 +29,6 @@ REASONS = (
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-
-
-def open_nvml(library: Any = None) -> Any:
-    """Load NVML; pynvml by default.
-
-    Raises:
-        Exception: there is no driver, or it fails; pynvml has a class for each error.
-    """
-    if library is None:
-        import pynvml
-
-        library = pynvml
-    library.nvmlInit()
-    return library
 
 
 def ask(call: Callable[[], ResultT]) -> ResultT | None:
