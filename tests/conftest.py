@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.store_durations:
             from support.runs.file_scheduling import Stopwatch
 
-            config.pluginmanager.register(Stopwatch())
+            config.pluginmanager.register(Stopwatch(sweeps.unchanged_in_run(config)))
     else:
         for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe them
             os.environ.pop(name, None)

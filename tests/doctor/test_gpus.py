@@ -16,7 +16,7 @@ from appliance.doctor.finding import Check, Finding, Grade, Scope
 from appliance.doctor.gpus import check_gpus
 from appliance.engine.load.tuning import keep
 from appliance.kernels.gpu import cards
-from appliance.kernels.packed_matmul.timed import TimedChoices
+from appliance.kernels.gpu.timed import TimedChoices
 from appliance.runtime import VISIBLE_GPUS
 
 Look = Callable[[Check, Scope], dict[str, Finding]]
@@ -110,7 +110,7 @@ def test_tiles_are_said_to_be_computed_until_they_are_timed(
     monkeypatch.setenv("APPLIANCE_CACHE_DIR", str(tmp_path))
     found = look(check_gpus, Scope(nvml=Nvml()))["GPU 1 tiles"]
     assert "computed, none was timed on this card" in found.found
-    keep("NVIDIA GeForce RTX 3090", {"4096 x 4096": TimedChoices(widened_rows=256)})
+    keep("NVIDIA GeForce RTX 3090", {"4096 x 4096": TimedChoices(own_rows=256)})
     found = look(check_gpus, Scope(nvml=Nvml()))["GPU 1 tiles"]
     assert found.found == "1 choice timed on this card, now; the rest is computed"
 

@@ -24,7 +24,9 @@ _CARD = {
     "kld_p99": "KL divergence, p99",
     "same_top_share": "same top token",
     "perplexity_ratio": "perplexity ratio",
+    "tool_calls_share": "right tool calls, share of base",
 }
+_OF_KIND = "kld_mean_"  # and a kind of text
 
 
 class ModelPanel(LongPanel):
@@ -115,8 +117,14 @@ def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
     heading.truncate(width, overflow="ellipsis")
     return [
         heading,
-        *(pair(_CARD.get(fact.name, fact.name), f"{fact.value:.4g}", width) for fact in facts),
+        *(pair(_figure_name(fact.name), f"{fact.value:.4g}", width) for fact in facts),
     ]
+
+
+def _figure_name(name: str) -> str:
+    if name.startswith(_OF_KIND):
+        return f"KL divergence, {name.removeprefix(_OF_KIND).replace('_', ' ')}"
+    return _CARD.get(name, name)
 
 
 def _job(job: Job, width: int) -> list[Text]:

@@ -29,7 +29,7 @@ from appliance.kernels.backend import select_backend
 from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.quant.quality.measures import Divergence, Gap, Prediction
+from appliance.quant.quality.measures import Divergence, Gap, Places, Prediction
 from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer
 from bench.lib.closeness import figures_of
@@ -66,13 +66,23 @@ class Measured:
         if not torch.isfinite(candidate).all():
             raise ModelError("a candidate's logits hold NaN or infinity")
         parts = (x.split(ROWS_AT_ONCE) for x in (base[:-1], candidate[:-1], window[1:]))
+        places: tuple[list[Places], list[Places]] = ([], [])
+        klds = []
         for exact, ours, targets in zip(*parts, strict=True):
             expected, found = Prediction(targets), Prediction(targets)
             gap = Gap(expected, found)
             expected.add(exact.float(), 0)
             found.add(ours.float(), 0)
             gap.add()
-            self.divergence.add(expected.places(), found.places(), gap.klds())
+            klds.append(gap.klds())
+            places[0].append(expected.places())
+            places[1].append(found.places())
+        self.divergence.add(_joined(places[0]), _joined(places[1]), torch.cat(klds))
+
+
+def _joined(parts: list[Places]) -> Places:
+    probs = torch.cat([part.true_log_probs for part in parts])
+    return Places(probs, torch.cat([part.top for part in parts]))
 
 
 def run(decoder: Executor[Any], window: list[int], format: KVFormat, rows: int) -> Tensor:

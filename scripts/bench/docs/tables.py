@@ -23,13 +23,24 @@ from typing import Any
 import torch
 
 from appliance.config.reference import settings_reference
-from appliance.engine.memory.experts.prediction import gpu_named, token_time
-from appliance.engine.memory.experts.split import ExpertsOnHost
-from appliance.fit.published import QUOTES, expected_rate
+from appliance.engine.memory.experts.prediction import TokenTime, gpu_named
+from appliance.fit.expected import expected_rate
+from appliance.fit.published import QUOTES, Quote
+from appliance.model.executor import heads_of
+from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role
-from appliance.quant.formats.scheme import WeightScheme
+from bench.docs.int8_prompts import int8_prompts
+from bench.docs.widened_pages import widened_pages
 from bench.lib.conditions import ROOT
-from bench.lib.model_shapes import LLAMA_3_8B, QWEN_30B_A3B, QWEN_36_35B_A3B
+from bench.lib.model_shapes import (
+    GEMMA_3_27B,
+    GEMMA_4_26B_A4B,
+    LLAMA_3_8B,
+    QWEN_3_8B,
+    QWEN_30B_A3B,
+    QWEN_35_27B,
+    QWEN_36_35B_A3B,
+)
 from bench.lib.synthetic import Schemes, synthetic_model
 
 DOCS = ROOT / "appliance" / "docs"
@@ -43,11 +54,17 @@ SERVERS = {
     "vllm-bf16": "vLLM (CPU build), bf16",
     "transformers-bf16": "transformers serve, bf16",
 }
+_35B = QWEN_36_35B_A3B | {"num_hidden_layers": 40, "vocab_size": 248320}
+# Whole configs of the models that are quoted.
 EXPECTED = {
-    "Llama-3.1-8B": LLAMA_3_8B,
-    "Qwen3.6-35B-A3B": QWEN_36_35B_A3B | {"num_hidden_layers": 40, "vocab_size": 248320},
-    "Qwen3-Coder-30B-A3B": QWEN_30B_A3B | {"num_hidden_layers": 48, "vocab_size": 151936},
-}  # of their whole configs
+    **dict.fromkeys(("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"), QWEN_35_27B),
+    **dict.fromkeys(("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"), _35B),
+    "Qwen3-30B-A3B": QWEN_30B_A3B | {"num_hidden_layers": 48, "vocab_size": 151936},
+    "Gemma 4 26B-A4B": GEMMA_4_26B_A4B,
+    "Gemma 3 27B": GEMMA_3_27B,
+    "Qwen3-8B": QWEN_3_8B,
+    "Llama 3.1 8B": LLAMA_3_8B,
+}
 METHODS = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ and GPTQ"}
 
 
@@ -270,33 +287,72 @@ def held_row(row: dict[str, Any], layers: int | None) -> list[str]:
 
 
 def expected() -> str:
-    """Lay speeds that others published beside what is expected of ours."""
-    head = ["card", "model, one stream without drafts", "expected of ours", "quoted", "by"]
+    """Lay speeds that others published beside what is expected of ours with as many bits."""
+    head = ["card", "model, one stream without drafts", "expected of ours", "quoted", "ratio", "of"]
     rows = []
     for quote in QUOTES:
-        most = gpu_named(quote.card).bandwidth
-        shape = next((one for one in EXPECTED if quote.model.startswith(one)), None)
-        ours = "" if shape is None else f"{_expected_of(EXPECTED[shape], most):,.0f}"
-        by = f"{quote.engine}, {quote.weights}; {quote.source}"
-        rows.append([quote.card, quote.model, ours, quote.tokens, by])
+        ours = _expected_of(quote)
+        figures = map(float, quote.tokens.strip("~").split("-"))
+        ratios = sorted({f"{ours / figure:.1f}" for figure in figures})
+        settings = f"{quote.engine}, {quote.weights}; {quote.settings}; {quote.date}"
+        rows.append(
+            [
+                quote.card, quote.model, f"{ours:,.0f}", quote.tokens, " to ".join(ratios),
+                f"{settings}; [{quote.source}]({quote.address})",
+            ]
+        )  # fmt: skip
     return table(head, rows)
 
 
-def _expected_of(config: dict[str, Any], gb_per_second: float) -> float:
-    """Return the tokens/s expected with 4 bits in groups of 128, and a head of 8."""
-    four, eight = (WeightScheme(bits, 128, symmetric=False) for bits in (4, 8))
-    schemes = Schemes(four, eight)
-    source = synthetic_model(Path(), config, schemes, torch.device("cpu"))
-    size = sum(
-        math.prod(slot.shape) * (16 if (scheme := schemes.of(slot)) is None else scheme.bits + 0.25)
-        for slot in source.slots()
-        if slot.role is not Role.EMBEDDING
-    )
-    time = token_time(source, int(size / 8), 0.0, ExpertsOnHost(), gb_per_second)
-    return expected_rate(time.per_second, source.spec)
+def _expected_of(quote: Quote) -> float:
+    """Return the tokens/s expected with a quote's bits, after its context in BF16."""
+    config = next(shape for name, shape in EXPECTED.items() if quote.model.startswith(name))
+    source = synthetic_model(Path(), config, Schemes(), torch.device("cpu"))
+    spec, (layers, ends) = source.spec, quote.bits
+    shares = {
+        index: one.mlp.router.top_k / one.mlp.router.num_experts
+        for index, one in enumerate(spec.layers)
+        if isinstance(one.mlp, ExpertsSpec)
+    }
+    read = 0.0
+    for slot in source.slots():
+        bits = layers if slot.is_linear else 32.0  # norms, filters and routers
+        if slot.role in (Role.HEAD, Role.EMBEDDING):
+            bits = ends if slot.role is Role.HEAD or spec.tied_head else 0.0
+        share = 1.0 if slot.expert is None or slot.layer is None else shares[slot.layer]
+        read += math.prod(slot.shape) * share * bits / 8
+    for mixer, (heads, width) in zip(spec.cache_layers.values(), heads_of(spec), strict=True):
+        window = getattr(mixer, "window", None) or quote.context
+        read += 2 * 2 * heads * width * min(quote.context, window)
+    read += 2 * spec.state_bytes
+    seconds = read / (gpu_named(quote.card).bandwidth * 1e9)
+    return expected_rate(TokenTime(seconds, 0.0, 0.0), spec)
+
+
+def states() -> str:
+    """Compare the precisions in which recurrent states are kept."""
+    result = read("cpu/states.json")
+    head = ["family", "fp16: mean KLD", "last quarter", "same top", "bf16: mean KLD", "same top"]
+    rows = []
+    for family, found in result["families"].items():
+        fp16, bf16 = found["fp16"], found["bf16"]
+        rows.append(
+            [
+                family,
+                f"{fp16['kld_mean']:.2g}",
+                f"{fp16['kld_mean_last_quarter']:.2g}",
+                f"{fp16['same_top_1_percent']:.1f} %",
+                f"{bf16['kld_mean']:.2g}",
+                f"{bf16['same_top_1_percent']:.1f} %",
+            ]
+        )
+    where = result["conditions"]
+    about = f"{where['cpu']}, {where['time'][:10]}, commit {where['commit']}"
+    return f"{table(head, rows)}\n{about}.\n"
 
 
 MAKERS = {
+    "states": states,
     "expected": expected,
     "peers": peers,
     "held-types": held_types,
@@ -305,6 +361,8 @@ MAKERS = {
     "published-schemas": published_schemas,
     "replicas": replicas,
     "instructions": instructions,
+    "widened-pages": lambda: table(*widened_pages()),
+    "rounded-prompts": lambda: table(*int8_prompts()),
     "settings": settings_reference,
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Triton's interpreter takes seconds for each of the others.
 TRIED = (
     "packed_matmul 4 bits g128 rows 1", "fp8_matmul fp8 rows 9", "kv_write int8", "kv_seal",
-    "block_copy", "add_rms_norm", "gated_activation", "soft_cap", "penalties",
+    "block_copy", "add_norm", "gated_activation", "soft_cap", "penalties",
     "token_mask", "grouped_matmul int4 rows 1", "selective_scan", "adapters rows 3",
     "sampling, temperature 0.0",
 )  # fmt: skip

@@ -26,7 +26,8 @@ from appliance.kernels.kv_seal.launch import seal
 from appliance.kernels.kv_write import reference as reference_write
 from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
 from appliance.kernels.norm_rope import reference as reference_norm
-from appliance.kernels.norm_rope.launch import add_rms_norm
+from appliance.kernels.norm_rope.launch import add_norm
+from appliance.kernels.norm_rope.weights import NormWeights
 from appliance.kernels.packed_matmul import launch as packed_launch
 from appliance.kernels.penalties import reference as reference_penalties
 from appliance.kernels.penalties.launch import penalize
@@ -70,7 +71,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"rotate_and_write {form.value}", partial(_rotate, device, form)
     yield "kv_seal", partial(_seal, device)
     yield "block_copy", partial(_move, device)
-    yield "add_rms_norm", partial(_norm, device)
+    yield "add_norm", partial(_norm, device)
     yield "gated_activation", partial(_activation, device)
     yield "soft_cap", partial(_cap, device)
     yield "penalties", partial(_penalties, device)
@@ -115,7 +116,7 @@ def _packed(device: torch.device, bits: int, group: int, rows: int) -> tuple[flo
 
 def _gated(device: torch.device) -> tuple[float, float]:
     weight, x = random_weight(device, 256, 512, 4, 128), random_numbers(device, 3, 512)
-    out = packed_launch.prepare_gate_up(weight, None, BF16)(x)
+    out = packed_launch.prepare_gate_up(weight, None, BF16, Activation.SILU)(x)
     both = x.double() @ weight.dequantize(torch.float64).T
     return relative_error(
         out, reference_activation.gated_activation(both, Activation.SILU)
@@ -260,9 +261,10 @@ def _move(device: torch.device) -> tuple[float, float]:
 def _norm(device: torch.device) -> tuple[float, float]:
     x, residual = random_numbers(device, 5, 576), random_numbers(device, 5, 576, seed=1)
     weight = torch.linspace(0.5, 1.5, 576, device=device)
-    out, total = add_rms_norm(x, residual, weight, 1e-5)
-    normed, added = reference_norm.add_rms_norm(x, residual, weight, 1e-5)
-    return relative_error(out, normed) + _unlike(total, added), ROUNDING
+    out, total = add_norm(x, residual, NormWeights(weight, 1e-5))
+    assert out is not None
+    normed = reference_norm.rms_norm(x + residual, weight, 1e-5)
+    return relative_error(out, normed) + _unlike(total, x + residual), ROUNDING
 
 
 def _activation(device: torch.device) -> tuple[float, float]:

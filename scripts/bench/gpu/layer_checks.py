@@ -151,7 +151,8 @@ def _delta(device: torch.device) -> tuple[float, float]:
     key = torch.nn.functional.normalize(key, dim=-1)
     share = _uniform(device, 2, rows, heads)
     state = random_numbers(device, 5, heads, dim, dim, seed=2).float()
-    parts = (query / dim, key, value, -share[0], share[1])
+    rates, bias = _uniform(device, 2, heads)
+    parts = (query / dim, key, value, share[0], share[1], rates, bias)
     run, reference = gated_delta, reference_recurrence.gated_delta
     return _beside(run, reference, *parts, state=state, spans=_spans(device))
 
@@ -160,11 +161,11 @@ def _scan(device: torch.device) -> tuple[float, float]:
     heads, groups, dim, width, rows = 8, 2, 64, 128, 86
     value = random_numbers(device, rows, heads, dim).float()
     key, query = random_numbers(device, 2, rows, groups, width, seed=1).float().unbind()
-    size, rates = _uniform(device, rows, heads) + 0.1, _uniform(device, heads) + 0.2
+    step, (rates, bias) = _uniform(device, rows, heads), _uniform(device, 2, heads)
     state = random_numbers(device, 5, heads, width, dim, seed=2).float()
     run, reference = selective_scan, reference_recurrence.selective_scan
     return _beside(
-        run, reference, value, key, query, size, rates, state=state, spans=_spans(device)
+        run, reference, value, key, query, step, rates, bias, state=state, spans=_spans(device)
     )
 
 

@@ -13,6 +13,7 @@ from appliance.kernels.cache.kv_cache import KVPages
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.gated_activation import reference as reference_activation
 from appliance.kernels.norm_rope import reference as reference_norm
+from appliance.kernels.norm_rope.weights import NormWeights
 from appliance.kernels.sampling import reference as reference_sampling
 from appliance.kernels.sampling.rows import SamplingRows
 from bench.gpu.backend import our_backend
@@ -41,7 +42,7 @@ def measure(rows: Rows, wanted: Wanted) -> None:
         (TINY_HIDDEN, TINY_MIDDLE, TINY_VOCAB) if tiny else (HIDDEN, MIDDLE, VOCAB)
     )
     operations = {
-        "add_rms_norm": partial(_norm, hidden=hidden, peers=peers),
+        "add_norm": partial(_norm, hidden=hidden, peers=peers),
         "gated_activation": partial(_activation, middle=middle, peers=peers),
         "rotate_and_write bf16": partial(_write, format=KVFormat.BF16),
         "rotate_and_write int8": partial(_write, format=KVFormat.INT8),
@@ -71,13 +72,13 @@ def _norm(bench: Bench, rows: Rows, name: str, m: int, *, hidden: int, peers: bo
     ]
 
     def error(call: Call) -> tuple[float, float]:
-        expected = reference_norm.add_rms_norm(*inputs[0], weight, EPS)[0].double()
+        expected = reference_norm.rms_norm(inputs[0][0] + inputs[0][1], weight, EPS).double()
         out = call()
         assert isinstance(out, tuple)
         return relative_error(out[0], expected), ROUNDING
 
     def calls() -> list[Call]:
-        return [partial(backend.add_rms_norm, *pair, weight, EPS) for pair in inputs]
+        return [partial(backend.add_norm, *pair, NormWeights(weight, EPS)) for pair in inputs]
 
     work = Work(name, "hidden", {"m": m, "width": hidden}, nbytes)
     rows.measure(work, Contender("ours", calls, error))

@@ -56,6 +56,10 @@ class SyntheticWeights:
         scheme = self._schemes.of(self._slots[name])
         return None if scheme is None else scheme.bits
 
+    def group_size(self, name: str) -> int | None:
+        scheme = self._schemes.of(self._slots[name])
+        return None if scheme is None else scheme.group_size
+
     def float_bits(self, name: str) -> int | None:
         return None
 

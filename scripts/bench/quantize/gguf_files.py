@@ -1,6 +1,6 @@
 """Compare llama.cpp's perplexity of the GGUF files that `quantize` writes with ours.
 
-    scripts/benchmark quantize_gguf --peer FOLDER  # the packaged model in Q4_0, Q4_K, Q6_K and Q8_0
+    scripts/benchmark quantize_gguf --peer FOLDER  # the packaged model in seven types
     scripts/benchmark quantize_gguf --peer FOLDER --model gemma.gguf --method awq+gptq
 
 Both read the same file and the same windows of a text that calibration leaves out, and score every
@@ -24,8 +24,9 @@ from appliance.config import cache_dir
 from appliance.gguf import read_header
 from appliance.hub import resolve_model
 from appliance.model.source import open_model
+from appliance.quant.gguf.mixes import MIXES
 from appliance.quant.quality.make_card import evaluate
-from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat, gguf_scheme
+from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.text.held_out import HeldOutText
@@ -34,15 +35,10 @@ from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 from bench.lib.llama_functions import BATCH, losses_of
 
+USUAL = ["Q4_0", "Q4_K_M", "IQ4_XS", "Q3_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+
 if TYPE_CHECKING:
     from appliance.quant.text.held_out import Windows
-
-TYPES = {
-    "Q4_0": gguf_scheme(4, symmetric=True),
-    "Q4_K": gguf_scheme(4, symmetric=False),
-    "Q6_K": gguf_scheme(6, symmetric=True),
-    "Q8_0": gguf_scheme(8, symmetric=True),
-}
 
 
 def compare(file: Path, windows: Windows, peer: Path, threads: int) -> dict[str, Any]:
@@ -64,7 +60,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--peer", type=Path, required=True, help="folder with xllamacpp")
     parser.add_argument("--model", default="", help="default: the packaged model")
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--types", nargs="+", choices=MIXES, default=USUAL)
     parser.add_argument("--method", type=Method.parse, default=Method.RTN)
     parser.add_argument("--text", type=Path, help="default: help topics, held out")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -77,10 +73,9 @@ def main() -> None:
     windows = held_out.windows_of(Tokenizer.from_path(model))
     rows = []
     for name in options.types:
-        chosen = QuantizeOptions(
-            TYPES[name],
+        chosen = QuantizeOptions.of_type(
+            name,
             method=options.method,
-            format=WeightFormat.GGUF,
             text=CalibrationText() if options.method.needs_text else None,
         )
         with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:

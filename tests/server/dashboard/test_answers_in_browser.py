@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.async_api import Error
 from support.runs.waiting import until
 from support.server.browser import opened
 
@@ -178,6 +177,8 @@ async def test_a_hostile_answer_in_the_chat_itself(serve: Serve, browser: Browse
 async def test_the_browser_itself_refuses_to_make_markup_of_text(
     serve: Serve, browser: Browser
 ) -> None:
+    from playwright.async_api import Error
+
     async with page_of(serve, browser) as (page, _):
         for script in (
             "document.body.innerHTML = '<b>x</b>'",

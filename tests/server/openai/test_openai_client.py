@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import anthropic
 import ollama
 import openai
 import pytest
@@ -108,6 +107,8 @@ async def test_errors_have_their_classes(serve: Serve) -> None:
 
 async def test_a_wrong_base_url_is_told_from_the_right_one(serve: Serve) -> None:
     """The mistakes are those of clients' issues: a path segment too few or too many."""
+    import anthropic  # takes seconds; few processes run its tests
+
     async with serve() as running:
         for end in ("", "/v1/chat/completions", "/api/v1", "/v1/v1", "//v1", "/openai/deployments"):
             client = running.openai.with_options(base_url=f"{running.url}{end}")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -317,6 +316,8 @@ async def test_openai_names_a_cut_call_by_its_own_error(serve: Serve, tokenizer:
 
 async def test_anthropic_s_client_reads_each_cut(serve: Serve, tokenizer: Tokenizer) -> None:
     """Its stream helper assembles partial arguments, and its models accept each stop reason."""
+    import anthropic  # takes seconds; few processes run its tests
+
     async with (
         serve(tokenizer=tokenizer, max_model_len=2048) as running,
         anthropic.AsyncAnthropic(

@@ -181,7 +181,7 @@ def allocate(decoder: Any, *, num_blocks: int, num_states: int) -> Any:
         KVFormat.FP32, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_states=num_states
     )
     if cache.states.numel():
-        cache.states.view(torch.float32)[:] = 1e4
+        cache.states.view(decoder.spec.state_format.dtype)[:] = 1e4
     return cache
 
 

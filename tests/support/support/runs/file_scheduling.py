@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,14 @@ def longest_first(items: list[pytest.Item], seconds: dict[str, int]) -> None:
 
 
 class Stopwatch:
-    """Adds up the time of each unit in a run, for later runs."""
+    """Adds up the time of each unit in a run, for later runs.
 
-    def __init__(self) -> None:
+    Args:
+        samples: files of which the run tries a part only; their units keep their stored time.
+    """
+
+    def __init__(self, samples: Collection[str] = ()) -> None:
+        self._samples = samples
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -67,9 +73,14 @@ class Stopwatch:
 
     def pytest_sessionfinish(self) -> None:
         """Store the times, the longest first."""
+        kept = {
+            unit: seconds
+            for unit, seconds in durations().items()
+            if any(name.startswith(unit.partition("::")[0]) for name in self._samples)
+        }
         long = {
             unit: round(seconds)
-            for unit, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
+            for unit, seconds in sorted({**self._seconds, **kept}.items(), key=lambda one: -one[1])
             if round(seconds) >= LEAST_SECONDS
         }
         DURATIONS.write_text(json.dumps(long, indent=1) + "\n")

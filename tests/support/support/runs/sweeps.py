@@ -30,16 +30,17 @@ LIBRARY = "kernels/cpu/src/**/*.[ch]"
 # What each sweep runs besides the modules that it imports.
 SWEEPS: dict[str, tuple[str, ...]] = {
     "tests/kernels/executed/test_*.py": (),
-    "tests/kernels/cpu/test_sanitizers.py": (
+    "tests/kernels/cpu/test_*.py": (
         LIBRARY,
         "tests/kernels/cpu/*.py",
-        "tests/model/test_config_door.py",
+        "tests/kernels/cpu/*.c",
+        "tests/model/test_config_door.py",  # that sanitizers watch, too
     ),
     "tests/engine/test_own_caches.py": (LIBRARY,),
     "tests/model/test_class_defaults.py": (),
     "tests/model/test_packaged_models.py": (LIBRARY,),
     "tests/model/test_real_settings.py": (),
-    "tests/model/fallback/test_own_cache.py": (LIBRARY,),
+    "tests/model/fallback/test_*.py": (LIBRARY,),
     "tests/quant/methods/test_quality_smollm2.py": ("quant/methods/*.py",),  # imported by name
 }
 RECORD = ROOT / "tests" / "sweeps.json"
@@ -157,14 +158,16 @@ def _names(body: Sequence[Any]) -> Iterator[str]:
                 yield from _names(getattr(statement, block, ()))
 
 
-def _files(name: str, root: Path) -> Iterator[Path]:
-    """Yield the files of a module and of the packages that it is in; none that are not there."""
-    place = root
-    for part in name.split("."):
-        place /= part
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
-            if file.is_file():
-                yield file
+@cache
+def _files(name: str, root: Path) -> frozenset[Path]:
+    """Return the files of a module and of the packages that it is in; none that are not there."""
+    package, _, part = name.rpartition(".")
+    found = _files(package, root) if package else frozenset()
+    place = root / package.replace(".", "/")
+    if package and not place.is_dir():
+        return found
+    files = place / f"{part}.py", place / part / "__init__.py"
+    return found | {file for file in files if file.is_file()}
 
 
 @cache

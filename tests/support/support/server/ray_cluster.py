@@ -62,6 +62,8 @@ class RayCluster:
                     str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
                     "--port", self.address.partition(":")[2], "--num-cpus", "3",
                     "--include-dashboard", "false", "--temp-dir", str(folder),
+                    # Nothing here needs these, which take seconds to import.
+                    "--no-monitor", "--include-log-monitor", "false",
                 ],
                 stdout=stream,
                 stderr=stream,
