@@ -252,6 +252,10 @@ def test_an_unknown_architecture_names_the_supported_ones() -> None:
         family_of_gguf({"general.architecture": "new"})
 
 
+# Families whose files another program writes in a way of their own, which its format's reader knows.
+TOLD_APART = {"quant/formats/exl3.py": {"mistral4"}}
+
+
 def test_no_other_code_knows_a_family_by_name() -> None:
     names = {
         name for f in FAMILIES for name in (f.name, f.model_type, *f.architectures)
@@ -269,4 +273,6 @@ def test_no_other_code_knows_a_family_by_name() -> None:
             node.value for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }  # fmt: skip
-        assert not strings & names, path
+        told = TOLD_APART.get(f"{path.relative_to(root)}", set())
+        assert told <= strings, path
+        assert not strings & names - told, path
