@@ -372,6 +372,6 @@ def test_bytecode_is_made_of_what_a_start_imports_late() -> None:
     late |= {
         "appliance.server.app",
         "appliance.engine.load.load_engine",
-        "appliance.tokenizer.worker",
+        "appliance.isolated_worker",
     }
     assert late <= set(ran.stdout.split())

@@ -1,4 +1,4 @@
-"""Runs chat templates and encoders in processes with limits, see `worker`."""
+"""Runs chat templates and encoders in processes with limits, see `isolated_worker`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ChatTemplateError, ModelError, RequestError
-from appliance.tokenizer.worker import WorkerEndedError, Workers
+from appliance.isolated_worker import Handler, Packet, WorkerEndedError, Workers
 
 if TYPE_CHECKING:
     from appliance.tokenizer.chat_template import ChatTemplate
@@ -51,7 +51,8 @@ class IsolatedTemplate:
             "tool_source": template.tool_source,
         }
         self.workers = Workers(
-            {"template": setup},
+            template_task,
+            setup,
             cpu_seconds=CPU_SECONDS,
             memory_bytes=MEMORY_BYTES,
             most=MOST_WORKERS,
@@ -77,7 +78,7 @@ class IsolatedTemplate:
             "options": options,
         }
         try:
-            answer = self.workers.ask(request, cpu_seconds=CPU_SECONDS)
+            answer = self.workers.ask(request, cpu_seconds=CPU_SECONDS).content
         except WorkerEndedError as error:
             raise TemplateLimitError(
                 f"the model's chat template needs more than {CPU_SECONDS:g} s or "
@@ -128,7 +129,8 @@ class IsolatedEncoder:
     def __init__(self, folder: Path, separator: str) -> None:
         self.separator = separator
         self.workers = Workers(
-            {"tokenizer": str(folder.resolve()), "separator": separator},
+            encoder_task,
+            {"folder": str(folder.resolve()), "separator": separator},
             cpu_seconds=60.0,  # the largest ones take a few
             memory_bytes=ENCODE_MEMORY_BYTES,
             most=MOST_WORKERS,
@@ -161,7 +163,8 @@ class IsolatedEncoder:
             RequestError: it takes too long, or the tokenizer fails.
         """
         try:
-            ids, control = self.workers.ask({"pair": [first, second]}, cpu_seconds=ENCODE_SECONDS)
+            pair = {"pair": [first, second]}
+            ids, control = self.workers.ask(pair, cpu_seconds=ENCODE_SECONDS).content
         except WorkerEndedError as error:
             raise RequestError("this model's tokenizer fails on pairs of texts") from error
         return ids, control
@@ -177,5 +180,49 @@ class IsolatedEncoder:
     def _ask(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         seconds = ENCODE_SECONDS + sum(map(len, texts)) / CHARACTERS_PER_SECOND
         request = {"texts": list(texts), "add_special_tokens": add_special_tokens}
-        found: list[list[int]] = self.workers.ask(request, cpu_seconds=seconds)
+        found: list[list[int]] = self.workers.ask(request, cpu_seconds=seconds).content
         return found
+
+
+# ---- in the process ----
+
+
+def template_task(**arguments: Any) -> Handler:
+    """Make the handler that renders chats with one template.
+
+    Args:
+        arguments: of a `ChatTemplate`.
+    """
+    from appliance.tokenizer.chat_template import ChatTemplate
+
+    template = ChatTemplate(**arguments)
+
+    def render(request: Packet) -> Packet:
+        options = request.content
+        try:
+            return Packet({"text": template.render(options.pop("messages"), **options)})
+        except ChatTemplateError as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise
+            return Packet({"refused": str(error)})
+
+    return render
+
+
+def encoder_task(folder: str, separator: str) -> Handler:
+    """Make the handler that encodes texts with the tokenizer of a folder."""
+    from appliance.tokenizer.from_folder import read_folder
+    from appliance.tokenizer.source import with_separator
+
+    backend = with_separator(read_folder(Path(folder)).backend, separator)
+
+    def encode(request: Packet) -> Packet:
+        asked = request.content
+        if "pair" in asked:
+            both = backend.encode(*asked["pair"])
+            return Packet([both.ids, both.special_tokens_mask])
+        special = asked["add_special_tokens"]
+        found = backend.encode_batch_fast(asked["texts"], add_special_tokens=special)
+        return Packet([encoding.ids for encoding in found])
+
+    return encode

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from support.runs.waiting import has_ended, wait_until
+from support.runs.waiting import wait_until
 
 from appliance.errors import ChatTemplateError, ModelError, RequestError
 from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, known_parts, pre_tokenizers
 from appliance.tokenizer.isolation import IsolatedTemplate, TemplateLimitError
-from appliance.tokenizer.worker import TokenizerWorker, WorkerEndedError, Workers
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -122,49 +117,6 @@ def test_closing_ends_processes_at_work() -> None:
     template.close()
     thread.join()
     assert len(caught) == 1
-
-
-SETUP: dict[str, Any] = {"template": {"source": CHATML, "variables": {}, "tool_source": None}}
-
-
-def test_a_process_that_is_killed_or_stopped_is_noticed() -> None:
-    worker = TokenizerWorker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
-    worker.process.send_signal(signal.SIGKILL)
-    with pytest.raises(WorkerEndedError):
-        worker.ask({"messages": HELLO}, cpu_seconds=1.0)
-    worker.kill()
-    worker = TokenizerWorker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
-    worker.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(WorkerEndedError, match="timed out"):
-        worker.ask({"messages": HELLO}, cpu_seconds=0.01)
-    worker.kill()
-
-
-PARENT = """
-import json, sys, time
-from appliance.tokenizer.worker import TokenizerWorker
-worker = TokenizerWorker(json.loads(sys.argv[1]), cpu_seconds=5.0, memory_bytes=1 << 30)
-print(worker.process.pid, flush=True)
-time.sleep(100)
-"""
-
-
-def test_a_process_ends_with_the_one_that_started_it() -> None:
-    command = [sys.executable, "-c", PARENT, json.dumps(SETUP)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = psutil.Process(int(parent.stdout.readline()))
-        assert not has_ended(worker)
-        parent.kill()
-    wait_until(lambda: has_ended(worker))
-
-
-def test_what_cannot_be_set_up_is_no_worker() -> None:
-    workers = Workers({"tokenizer": "/nowhere", "separator": "x"}, cpu_seconds=5.0,
-                      memory_bytes=1 << 30, most=1)  # fmt: skip
-    for _ in range(2):  # and the next one is served
-        with pytest.raises(WorkerEndedError):
-            workers.ask({}, cpu_seconds=1.0)
 
 
 def with_rule(folder: Path, pattern: str, *, place: str = "pre_tokenizer") -> Path:

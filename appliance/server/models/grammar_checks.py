@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
-from appliance.tokenizer.worker import WorkerEndedError, Workers
+from appliance.isolated_worker import Handler, Packet, WorkerEndedError, Workers
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import Vocabulary
@@ -33,7 +33,7 @@ class GrammarChecks:
     def __init__(self) -> None:
         self.vocabulary: asyncio.Future[Vocabulary] | None = None
         self._workers = Workers(
-            {"grammar": True}, cpu_seconds=60.0, memory_bytes=MEMORY_BYTES, most=1
+            grammar_task, {}, cpu_seconds=60.0, memory_bytes=MEMORY_BYTES, most=1
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._known: OrderedDict[Grammar, Grammar] = OrderedDict()
@@ -70,9 +70,16 @@ class GrammarChecks:
         return checked
 
     def _ask(self, request: dict[str, str]) -> Any:
-        return self._workers.ask(request, cpu_seconds=CPU_SECONDS)
+        return self._workers.ask(request, cpu_seconds=CPU_SECONDS).content
 
     def close(self) -> None:
         """End the process; the next grammar starts another."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
+
+
+def grammar_task() -> Handler:
+    """Make the handler that checks grammars, in a process of its own."""
+    from appliance.grammar.check import answer_of
+
+    return lambda request: Packet(answer_of(request.content))

@@ -1,7 +1,9 @@
-"""Runs untrusted code in a process with limits: chat templates, regular expressions, grammars.
+"""Runs untrusted input in a process with limits: templates, expressions, grammars, pictures.
 
-One uninterruptible step can take hours or gigabytes. The system ends the process when it exceeds
-its time or memory, and the next text gets a new one. Loads no torch; ends with its parent.
+One uninterruptible step can take hours or gigabytes, and a decoder of foreign bytes can crash. The
+system ends the process when it exceeds its time or memory, and the next request gets a new one.
+Loads no torch; ends with its parent. Knows no task: who starts it names the function that makes the
+handler.
 """
 
 from __future__ import annotations
@@ -18,32 +20,52 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from appliance.errors import ChatTemplateError
 from appliance.runtime import child_environment
 
 WALL_FACTOR = 10  # wall seconds per CPU second: the machine may be busy
 START_SECONDS = 60.0  # for Python to start on a busy machine
-_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<IQ")
 
-Handler = Callable[[dict[str, Any]], Any]
+
+class Packet(NamedTuple):
+    """A request or an answer.
+
+    Attributes:
+        content: JSON's types.
+        data: bytes that are no JSON.
+    """
+
+    content: Any
+    data: bytes = b""
+
+
+Handler = Callable[[Packet], Packet]
 
 
 class WorkerEndedError(Exception): ...
 
 
-class TokenizerWorker:
+class IsolatedWorker:
     """One process; used by one thread at a time.
 
     Args:
-        setup: its task: `template`, `tokenizer` or `grammar`, see `_handler`.
+        task: makes the handler there, from `arguments`; a function of a module of ours.
+        arguments: JSON's types.
         cpu_seconds: limit for the setup.
         memory_bytes: limit of its address space.
     """
 
-    def __init__(self, setup: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        task: Callable[..., Handler],
+        arguments: Mapping[str, Any],
+        *,
+        cpu_seconds: float,
+        memory_bytes: int,
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -55,27 +77,28 @@ class TokenizerWorker:
                 start_new_session=True,  # Ctrl-C in the terminal goes only to the server
             )
         self._socket = ours
+        setup = Packet([task.__module__, task.__name__, arguments])
         try:
             self.ask(setup, cpu_seconds=cpu_seconds, wall_seconds=START_SECONDS)
         except BaseException:
             self.kill()
             raise
 
-    def ask(
-        self, request: Mapping[str, Any], *, cpu_seconds: float, wall_seconds: float = 0.0
-    ) -> Any:
+    def ask(self, request: Packet, *, cpu_seconds: float, wall_seconds: float = 0.0) -> Packet:
         """Send a request and return the answer.
 
         Raises:
             WorkerEndedError: it exceeded a limit; discard the worker.
         """
         deadline = time.monotonic() + wall_seconds + WALL_FACTOR * cpu_seconds
-        frame = json.dumps([cpu_seconds, request]).encode()
+        frame = _head(Packet([cpu_seconds, request.content], request.data))
         try:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
-            (size,) = _LENGTH.unpack(self._receive(_LENGTH.size, deadline))
-            return json.loads(self._receive(size, deadline))
+            for part in (frame, request.data):
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                self._socket.sendall(part)
+            content, data = _LENGTHS.unpack(self._receive(_LENGTHS.size, deadline))
+            answer = json.loads(self._receive(content, deadline))
+            return Packet(answer, self._receive(data, deadline))
         except OSError as error:
             raise WorkerEndedError(str(error)) from error
 
@@ -101,23 +124,31 @@ class Workers:
     Thread-safe; a call waits while all processes are busy.
 
     Args:
+        task: see `IsolatedWorker`.
         cpu_seconds: limit for the setup.
     """
 
     def __init__(
-        self, setup: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int, most: int
+        self,
+        task: Callable[..., Handler],
+        arguments: Mapping[str, Any],
+        *,
+        cpu_seconds: float,
+        memory_bytes: int,
+        most: int,
     ) -> None:
-        self._setup = setup
+        self._task = task
+        self._arguments = arguments
         self._cpu_seconds = cpu_seconds
         self._memory_bytes = memory_bytes
         self._turn = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
-        self._idle: list[TokenizerWorker] = []
-        self._all: set[TokenizerWorker] = set()
+        self._idle: list[IsolatedWorker] = []
+        self._all: set[IsolatedWorker] = set()
         self.started = 0  # all time
         weakref.finalize(self, _end_all, self._all)
 
-    def ask(self, request: Mapping[str, Any], *, cpu_seconds: float) -> Any:
+    def ask(self, content: Any, data: bytes = b"", *, cpu_seconds: float) -> Packet:
         """Send a request to one of them and return its answer.
 
         Raises:
@@ -126,7 +157,7 @@ class Workers:
         with self._turn:
             worker = self._take()
             try:
-                answer = worker.ask(request, cpu_seconds=cpu_seconds)
+                answer = worker.ask(Packet(content, data), cpu_seconds=cpu_seconds)
             except BaseException:
                 self._drop(worker)
                 raise
@@ -147,70 +178,39 @@ class Workers:
         for worker in idle:
             self._drop(worker)
 
-    def _take(self) -> TokenizerWorker:
+    def _take(self) -> IsolatedWorker:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        worker = TokenizerWorker(
-            self._setup, cpu_seconds=self._cpu_seconds, memory_bytes=self._memory_bytes
+        worker = IsolatedWorker(
+            self._task,
+            self._arguments,
+            cpu_seconds=self._cpu_seconds,
+            memory_bytes=self._memory_bytes,
         )
         with self._lock:
             self.started += 1
             self._all.add(worker)
         return worker
 
-    def _drop(self, worker: TokenizerWorker) -> None:
+    def _drop(self, worker: IsolatedWorker) -> None:
         with self._lock:
             self._all.discard(worker)
         worker.kill()
 
 
-def _end_all(workers: set[TokenizerWorker]) -> None:
+def _end_all(workers: set[IsolatedWorker]) -> None:
     while workers:
         workers.pop().kill()
 
 
+def _head(packet: Packet) -> bytes:
+    """The lengths and the content, which the data follow."""
+    content = json.dumps(packet.content).encode()
+    return _LENGTHS.pack(len(content), len(packet.data)) + content
+
+
 # ---- in the process ----
-
-
-def _handler(setup: Mapping[str, Any]) -> Handler:
-    """Build the request handler.
-
-    Args:
-        setup: `template`, arguments of a `ChatTemplate`; `tokenizer`, its folder, and `separator`,
-            see `Tokenizer`; or `grammar`, to check grammars.
-    """
-    if "grammar" in setup:
-        from appliance.grammar.check import answer_of
-
-        return answer_of
-    if "template" in setup:
-        from appliance.tokenizer.chat_template import ChatTemplate
-
-        template = ChatTemplate(**setup["template"])
-
-        def render(request: dict[str, Any]) -> dict[str, str]:
-            try:
-                return {"text": template.render(request.pop("messages"), **request)}
-            except ChatTemplateError as error:
-                if isinstance(error.__cause__, MemoryError):
-                    raise
-                return {"refused": str(error)}
-
-        return render
-    from appliance.tokenizer.from_folder import read_folder
-    from appliance.tokenizer.source import with_separator
-
-    backend = with_separator(read_folder(Path(setup["tokenizer"])).backend, setup["separator"])
-
-    def encode(request: dict[str, Any]) -> list[list[int]]:
-        if "pair" in request:
-            both = backend.encode(*request["pair"])
-            return [both.ids, both.special_tokens_mask]
-        texts, special = request["texts"], request["add_special_tokens"]
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
-
-    return encode
 
 
 def _serve(sock: socket.socket, memory_bytes: int) -> None:
@@ -218,20 +218,27 @@ def _serve(sock: socket.socket, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     handle: Handler | None = None
-    while (head := _exactly(sock, _LENGTH.size)) is not None:
-        content = _exactly(sock, *_LENGTH.unpack(head))
-        if content is None:
+    while (head := _exactly(sock, _LENGTHS.size)) is not None:
+        sizes = _LENGTHS.unpack(head)
+        received = [part for size in sizes if (part := _exactly(sock, size)) is not None]
+        if len(received) < len(sizes):
             return
-        cpu_seconds, request = json.loads(content)
+        cpu_seconds, content = json.loads(received[0])
         # Counts all threads; the signal ends the process in any state.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         if handle is None:
-            handle, answer = _handler(request), None
+            handle, answer = _handler(*content), Packet(None)
         else:
-            answer = handle(request)
-        frame = json.dumps(answer).encode()
+            answer = handle(Packet(content, received[1]))
+        frame = _head(answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sock.sendall(_LENGTH.pack(len(frame)) + frame)
+        sock.sendall(frame)
+        sock.sendall(answer.data)
+
+
+def _handler(module: str, name: str, arguments: Mapping[str, Any]) -> Handler:
+    task: Callable[..., Handler] = getattr(import_module(module), name)
+    return task(**arguments)
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes | None:
