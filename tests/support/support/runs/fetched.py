@@ -23,6 +23,11 @@ def node_packages() -> Path:
     return _fetched("node")
 
 
+def pictures() -> Path:
+    """The folder of scikit-image's pictures."""
+    return _fetched("pictures")
+
+
 def agent(name: str) -> Path:
     """A coding agent; skips the test if it was not fetched: the agents take 1.5 GB."""
     program = ROOT / ".cache/tools/agents/node_modules/.bin" / name
