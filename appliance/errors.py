@@ -13,6 +13,8 @@ ApplianceError
 │   └── ChangedRunError    a state that another run left
 ├── RequestError           a request that is refused; HTTP status on the class
 │   ├── ContextLengthError
+│   ├── ImageError         a picture that cannot be read or used
+│   │   └── ImageTooLargeError
 │   ├── UnknownModelError
 │   ├── AuthError
 │   ├── RequestAbortedError
@@ -107,6 +109,23 @@ class ContextLengthError(RequestError):
 
     def __init__(self, message: str, *, param: str | None = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class ImageError(RequestError):
+    """A picture that is damaged, of an unknown format, or that the model cannot take."""
+
+    def __init__(self, message: str, *, param: str | None = "messages") -> None:
+        super().__init__(message, param=param, code="invalid_image")
+
+
+class ImageTooLargeError(ImageError):
+    """A picture of too many bytes or pixels."""
+
+    status = 413
+
+    def __init__(self, message: str, *, param: str | None = "messages") -> None:
+        super().__init__(message, param=param)
+        self.code = "image_too_large"
 
 
 class UnknownModelError(RequestError):

@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammar",
     },
     "dialects": {"grammar"},
+    "media": set(),
     "hub": {"config", "progress", "model_files.sampling_defaults"},
     "hub.found_model": {"config", "hub", "tokenizer"},
     "kernels": set(),
@@ -135,6 +136,8 @@ DOORS = {
     "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
     "hub.__main__",
     "quant.text.answerer",
+    # Until the server and the engine open them.
+    "media.pictures", "media.patches", "media.processor_config", "media.mmproj",
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),
     *(f"quant.methods.{method.traits.file}" for method in Method if method.traits.file),
@@ -309,6 +312,7 @@ def test_the_server_loads_nothing_that_is_large_and_not_needed() -> None:
         "import appliance.engine.blocks.block_metadata, appliance.engine.process.worker"
     )
     large = {"torch", "transformers", "triton", "numpy", "gguf", "safetensors", "huggingface_hub"}
+    large.add("PIL")
     assert loaded.isdisjoint(large | {"httpx", "rich", "textual", "appliance.engine.engine"})
 
 
