@@ -252,7 +252,7 @@ def test_an_unknown_architecture_names_the_supported_ones() -> None:
         family_of_gguf({"general.architecture": "new"})
 
 
-# Families whose files another program writes in a way of their own, which its format's reader knows.
+# Families whose files another program writes in a way of its own, which that format's reader knows.
 TOLD_APART = {"quant/formats/exl3.py": {"mistral4"}}
 
 
