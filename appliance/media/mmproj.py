@@ -54,8 +54,17 @@ def _get(metadata: Metadata, key: str, default: Any = None) -> Any:
     return found
 
 
+def _number(metadata: Metadata, key: str, default: int | None = None) -> int:
+    found = _get(metadata, key, default)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise UnsupportedModelError(
+            f"{_KEY}{key} of the projector file is {found!r}, which is no size; fetch it again"
+        )
+    return found
+
+
 def _tower(metadata: Metadata, merge: int) -> dict[str, Any]:
-    return {"tower_patch": _get(metadata, "patch_size"), "tower_merge": merge}
+    return {"tower_patch": _number(metadata, "patch_size"), "tower_merge": merge}
 
 
 def _area(least: int, most: int) -> Callable[[Metadata], dict[str, Any]]:
@@ -63,11 +72,11 @@ def _area(least: int, most: int) -> Callable[[Metadata], dict[str, Any]]:
 
     def settings(metadata: Metadata) -> dict[str, Any]:
         return {
-            "patch_size": _get(metadata, "patch_size"),
-            "merge_size": _get(metadata, "spatial_merge_size", 2),
+            "patch_size": _number(metadata, "patch_size"),
+            "merge_size": _number(metadata, "spatial_merge_size", 2),
             "size": {
-                "shortest_edge": _get(metadata, "image_min_pixels", least),
-                "longest_edge": _get(metadata, "image_max_pixels", most),
+                "shortest_edge": _number(metadata, "image_min_pixels", least),
+                "longest_edge": _number(metadata, "image_max_pixels", most),
             },
         }
 
@@ -75,47 +84,47 @@ def _area(least: int, most: int) -> Callable[[Metadata], dict[str, Any]]:
 
 
 def _gemma3(metadata: Metadata) -> dict[str, Any]:
-    side = _get(metadata, "image_size")
-    merge = _get(metadata, _SCALE, 4)
+    side = _number(metadata, "image_size")
+    merge = _number(metadata, _SCALE, 4)
     return {"size": {"height": side, "width": side}, **_tower(metadata, merge)}
 
 
 def _gemma4(metadata: Metadata) -> dict[str, Any]:
     return {
-        "patch_size": _get(metadata, "patch_size"),
-        "pooling_kernel_size": _get(metadata, _SCALE, 3),
+        "patch_size": _number(metadata, "patch_size"),
+        "pooling_kernel_size": _number(metadata, _SCALE, 3),
         "do_normalize": False,  # the tower does it
     }
 
 
 def _pixtral(metadata: Metadata) -> dict[str, Any]:
-    merge = _get(metadata, "spatial_merge_size", 1)
-    return {"size": {"longest_edge": _get(metadata, "image_size")}, **_tower(metadata, merge)}
+    merge = _number(metadata, "spatial_merge_size", 1)
+    return {"size": {"longest_edge": _number(metadata, "image_size")}, **_tower(metadata, merge)}
 
 
 def _idefics3(metadata: Metadata) -> dict[str, Any]:
-    side = _get(metadata, "image_size")
+    side = _number(metadata, "image_size")
     return {
-        "size": {"longest_edge": _get(metadata, "preproc_image_size", 4 * side)},
+        "size": {"longest_edge": _number(metadata, "preproc_image_size", 4 * side)},
         "max_image_size": {"longest_edge": side},
-        **_tower(metadata, _get(metadata, _SCALE)),
+        **_tower(metadata, _number(metadata, _SCALE)),
     }
 
 
 def _lfm2(metadata: Metadata) -> dict[str, Any]:
     return {
-        "encoder_patch_size": _get(metadata, "patch_size"),
-        "downsample_factor": _get(metadata, _SCALE, 2),
+        "encoder_patch_size": _number(metadata, "patch_size"),
+        "downsample_factor": _number(metadata, _SCALE, 2),
     }
 
 
 def _internvl(metadata: Metadata) -> dict[str, Any]:
-    side = _get(metadata, "image_size")
+    side = _number(metadata, "image_size")
     return {
         "size": {"height": side, "width": side},
-        "min_patches": _get(metadata, "preproc_min_tiles", 1),
-        "max_patches": _get(metadata, "preproc_max_tiles", 12),
-        **_tower(metadata, _get(metadata, _SCALE)),
+        "min_patches": _number(metadata, "preproc_min_tiles", 1),
+        "max_patches": _number(metadata, "preproc_max_tiles", 12),
+        **_tower(metadata, _number(metadata, _SCALE)),
     }
 
 

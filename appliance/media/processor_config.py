@@ -69,7 +69,8 @@ def image_processor_of(
     """
     name = _class_of(inner)
     processor = PROCESSORS[name]
-    if (model := config.get("model_type")) not in processor.model_types:
+    model = config.get("model_type")
+    if not isinstance(model, str) or model not in processor.model_types:
         raise UnsupportedModelError(
             f"{name} is known here for {', '.join(sorted(processor.model_types))}, and this model "
             f"is {model!r}; serve it without images"

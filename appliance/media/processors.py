@@ -26,6 +26,7 @@ from appliance.media.spec import ImageProcessorSpec, PromptWords
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers
 LARGEST = 1 << 26  # no number of a description is larger: pixels, sides, tiles
 MOST_TILES = 256
+_ORDINARY = ((480, 640), (8000, 6000), (100, 9000))  # heights and widths
 
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -218,6 +219,8 @@ def _lfm2(settings: ImageSettings) -> ImageProcessorSpec:
     cell = patch * merge
     least, most = settings.count("min_image_tokens"), settings.count("max_image_tokens")
     side = settings.count("tile_size")
+    if side % cell:
+        raise UnsupportedModelError(f"squares of {cell} pixels do not fill a tile of {side}")
     split = bool(settings["do_image_splitting"])
     rule = TileRule(
         cell,
@@ -374,11 +377,18 @@ def spec_of(name: str, given: Mapping[str, Any]) -> ImageProcessorSpec:
 
 
 def _check_cells(name: str, spec: ImageProcessorSpec) -> None:
-    """Whole cells in every canvas of an ordinary picture, of a bearable size."""
-    for canvas in spec.canvases(480, 640):
-        cell = spec.size_rule.cell
-        if any(side % cell for side in canvas.tile) or math.prod(canvas.sizes[-1]) > LARGEST:
+    """Whole cells in every canvas of ordinary pictures, and bearable sizes."""
+    cell = spec.size_rule.cell
+    for height, width in _ORDINARY:
+        canvases = spec.canvases(height, width)
+        for canvas in canvases:
+            if any(side % cell for side in canvas.tile):
+                raise UnsupportedModelError(
+                    f"{name} makes {canvas.tile[1]} x {canvas.tile[0]} pixels, which squares of "
+                    f"{cell} do not fill; take the model's own files"
+                )
+        pixels = sum(math.prod(size) for canvas in canvases for size in canvas.sizes)
+        if pixels > LARGEST:
             raise UnsupportedModelError(
-                f"{name} makes {canvas.tile[0]} x {canvas.tile[1]} pixels, which squares of {cell} "
-                "do not fill; take the model's own files"
+                f"{name} enlarges a picture to {pixels} pixels; take the model's own files"
             )

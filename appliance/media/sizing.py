@@ -110,10 +110,11 @@ class AreaRule(msgspec.Struct, frozen=True, tag=True):
     def narrowed(self, tokens: TokenRange) -> AreaRule:
         """Keep the area within a range."""
         per_row = self.frames * self.cell**2
-        most = min(self.max_pixels, tokens.below(self.max_pixels // per_row) * per_row)
+        rows = tokens.below(max(1, self.max_pixels // per_row))
+        most = min(self.max_pixels, rows * per_row)
         least = min(max(self.min_pixels, tokens.least * per_row), most)
         return msgspec.structs.replace(
-            self, min_pixels=least, max_pixels=most, most=tokens.most and most // per_row
+            self, min_pixels=least, max_pixels=most, most=tokens.most and rows
         )
 
     def _within(self, rounded: Size, height: int, width: int) -> Size:

@@ -77,6 +77,8 @@ def test_the_type_of_a_file_with_sound_too_has_another_key() -> None:
 def test_an_unknown_type_and_a_missing_key_are_named() -> None:
     with pytest.raises(UnsupportedModelError, match="'ultravox', which is unknown here for images"):
         image_processor_of_mmproj({Keys.Clip.PROJECTOR_TYPE: "ultravox"})
+    with pytest.raises(UnsupportedModelError, match=r"patch_size of the projector file is '14'"):
+        image_processor_of_mmproj(FILES["smolvlm"] | {VISION.PATCH_SIZE: "14"})
     with pytest.raises(UnsupportedModelError, match="type is None"):
         image_processor_of_mmproj({})
     given = dict(FILES["gemma3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import transformers
 from support.media.processors import CASES
 
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
 from appliance.media.processor_config import image_processor_of, read_image_processor
-from appliance.media.processors import PROCESSORS
-from appliance.media.sizing import AreaRule, FixedRule, TileRule
+from appliance.media.processors import LARGEST, PROCESSORS
+from appliance.media.sizing import AreaRule, FixedRule, TileRule, TokenRange
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor"}
 CONFIG = {"model_type": "qwen2_5_vl"}
@@ -167,6 +168,38 @@ def test_a_tower_of_impossible_sizes_is_refused(config: dict[str, Any]) -> None:
     inner = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}}
     with pytest.raises(UnsupportedModelError):
         image_processor_of(inner, {}, {"model_type": "gemma3", **config})
+
+
+STRANGE = [
+    None, 0, 1, -1, 2, 3.5, float("inf"), 1 << 40, "x", "14", [], [1], [14, 14], [0.5, 0.5, 0.5],
+    ["a", "b", "c"], [0, 0, 0], {}, {"height": 1, "width": 1}, {"longest_edge": 7},
+    {"shortest_edge": 1, "longest_edge": 1}, {"height": 448, "width": None}, True, False, [[1], 2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strange_files_are_refused_or_give_a_bearable_size(name: str) -> None:
+    """Any value at any place: a description that plans, or our error."""
+    case = CASES[name]
+    numbers = random.Random(name)
+    made = 0
+    for _ in range(150):
+        files = json.loads(json.dumps([case.reference.to_dict(), case.outer, case.config]))
+        for _ in range(numbers.choice((1, 2))):
+            places = [*files, *(value for file in files for value in file.values())]
+            place = numbers.choice([place for place in places if isinstance(place, dict) and place])
+            place[numbers.choice(list(place))] = numbers.choice(STRANGE)
+        try:
+            spec = image_processor_of(*files)
+            made += 1
+            for height, width in ((1, 1), (100, 100), (1, 5000), (3000, 4000), (3000, 7)):
+                canvases = spec.canvases(height, width)
+                assert sum(canvas.height * canvas.width for canvas in canvases) <= LARGEST
+                narrow = spec.narrowed(TokenRange(1, 1024))
+                assert narrow.rows(narrow.canvases(height, width)) <= 1024
+        except ApplianceError:
+            continue
+    assert made
 
 
 def test_a_prompt_without_its_words_is_refused() -> None:
