@@ -112,6 +112,9 @@ class Decoder:
     ) -> Tensor:
         """Run one step up to the head; see `Executor.hidden`."""
         stream = self.embedding(token_ids)  # (num_tokens, hidden_size)
+        given = batch.given
+        if given is not None:
+            stream = given.instead_of(stream)
         if self.positions is not None:
             stream = stream + self.positions(positions)
         step = Step(
@@ -123,7 +126,7 @@ class Decoder:
                 )
                 for chunk in self.spec.chunks
             },
-            rotations=tuple(rope.rotation(positions) for rope in self.ropes),
+            rotations=tuple(rope.rotation(positions, batch.axes) for rope in self.ropes),
             query_scales=tuple(rope.query_scale(positions) for rope in self.ropes),
             token_inputs=None
             if self.token_inputs is None
@@ -143,6 +146,9 @@ class Decoder:
                 caches = cache.layers if attends else cache.recurrent
                 kept = caches[layer.cache_place]
             hidden, stream = layer(hidden, stream, step, kept, rows if index == last else None)
+            if given is not None and index < given.num_addends:
+                stream = given.added(stream, index)
+                hidden = layer.normed(stream)
             self.on_layer()
         return hidden
 

@@ -192,6 +192,10 @@ class DecoderLayer:
         added, beside = (_summed(said, self.mlp_joint) for said in both)
         return self._finish(added, stream, post, step, rows, beside=beside, parts=parts)
 
+    def normed(self, stream: Tensor) -> Tensor:
+        """Norm the stream after this layer for the next one, where more was added to it."""
+        return stream if self.next_norm is None else self.next_norm.of(stream, self.backend)
+
     def _both(
         self, mixed: Tensor, read: Tensor, stream: Tensor, adapters: LayerAdapters | None
     ) -> tuple[Tensor, Tensor | None]:

@@ -299,6 +299,7 @@ def batch_struct(
     token_ids: Tensor, positions: Tensor, batch: RaggedBatch, rows: Tensor | None
 ) -> BatchStruct:
     """Describe a step's rows, without adapters; the arguments must outlive the result."""
+    given = batch.given
     return BatchStruct(
         num_tokens=len(token_ids),
         num_seqs=batch.num_seqs,
@@ -314,6 +315,12 @@ def batch_struct(
         rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
         open_blocks=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
         state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
+        sources=None if given is None else given.sources.data_ptr(),
+        embeddings=None if given is None else given.embeddings.data_ptr(),
+        num_embeddings=0 if given is None else len(given.embeddings),
+        addends=None if given is None or given.addends is None else given.addends.data_ptr(),
+        num_addends=0 if given is None else given.num_addends,
+        axes=None if batch.axes is None else batch.axes.data_ptr(),
     )
 
 

@@ -491,4 +491,5 @@ def _rope(packer: WeightPacker, spec: RopeSpec, rope: Rope) -> RopeStruct:
         spec.query_beta,
         spec.original_context,
         spec.query_shift,
+        axes=packer.integers(spec.axes) if spec.axes else None,
     )

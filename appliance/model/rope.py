@@ -34,6 +34,7 @@ class Rope:
     query_beta: float = 0.0  # see `RopeSpec`
     original_context: int = 0
     query_shift: int = 0
+    axes: Tensor | None = None  # (rotary_dim / 2,) int64, see `RopeSpec.axes`
 
     @classmethod
     def of(cls, spec: RopeSpec, context_length: int, device: torch.device | None) -> Rope:
@@ -46,17 +47,27 @@ class Rope:
             device: a torch device; None makes a `HostArray`.
         """
         frequencies = arrays.of_numpy(_frequencies(spec, context_length))
+        axes = arrays.of_numpy(np.array(spec.axes)) if spec.axes else None
         return cls(
             frequencies if device is None else frequencies.to(device),
             spec.attention_factor,
             spec.query_beta,
             spec.original_context,
             spec.query_shift,
+            axes if axes is None or device is None else axes.to(device),
         )
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of (num_tokens,), both (num_tokens, rotary_dim / 2) float32."""
-        angles = positions.float().unsqueeze(1) * self.frequencies
+    def rotation(self, positions: Tensor, axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of rows, both (num_tokens, rotary_dim / 2) float32.
+
+        Args:
+            positions: (num_tokens,).
+            axes: (3, num_tokens), see `RaggedBatch`; ropes without axes rotate by the positions.
+        """
+        if axes is None or self.axes is None:
+            angles = positions.float().unsqueeze(1) * self.frequencies
+        else:
+            angles = axes.float()[self.axes].T * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
 

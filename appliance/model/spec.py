@@ -44,6 +44,9 @@ class RopeSpec:
 
     With `query_beta`, rotated queries are multiplied by 1 + query_beta * log(1 + floor((position +
     query_shift) / original_context)), as in Llama 4 and Ministral 3.
+
+    With `sections`, a row has a position in time, height and width, and each frequency rotates by
+    one of them (M-RoPE, arXiv 2409.12191): so many frequencies by each. Text has one position.
     """
 
     theta: float
@@ -62,6 +65,23 @@ class RopeSpec:
     turning: int = 0  # PROPORTIONAL: number of first pairs that rotate
     query_beta: float = 0.0  # needs original_context
     query_shift: int = 0
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False  # sections: the axes take turns, as in Qwen3-VL; else one by one
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axis of each frequency: 0 time, 1 height, 2 width; empty without sections.
+
+        Interleaved, height and width take every third frequency until they have theirs, and time
+        the others.
+        """
+        if self.sections is None:
+            return ()
+        if not self.interleaved:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        ends = [3 * count for count in self.sections]
+        turns = (index % 3 for index in range(self.rotary_dim // 2))
+        return tuple(axis if index < ends[axis] else 0 for index, axis in enumerate(turns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,13 @@ class BatchStruct(Structure):
         ("recorded_layers", c_void_p),
         ("recorded", c_void_p),
         ("num_recorded", c_int32),
+        ("num_embeddings", c_int32),
+        ("sources", c_void_p),
+        ("embeddings", c_void_p),
+        ("addends", c_void_p),
+        ("num_addends", c_int32),
         ("reserved", c_int32),
+        ("axes", c_void_p),
     )
 
 

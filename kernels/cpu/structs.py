@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 23  # AP_ABI
+ABI = 24  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -109,6 +109,7 @@ class RopeStruct(Structure):
         ("original_context", c_int32),
         ("query_shift", c_int32),
         ("reserved", c_int32),
+        ("axes", c_void_p),
     )
 
 

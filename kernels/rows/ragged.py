@@ -46,6 +46,37 @@ class AdapterRows:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Rows of a step whose embedding is given instead of looked up, such as those of a picture.
+
+    Attributes:
+        sources: (num_tokens,) int32, each row's place in `embeddings`; negative: looked up.
+        embeddings: (num_given, hidden_size), in the stream before the first layer, unscaled.
+        addends: (count, num_given, hidden_size), added to the stream after each of the first
+            `count` layers (DeepStack, arXiv 2406.04334); None: nothing is.
+    """
+
+    sources: Tensor
+    embeddings: Tensor
+    addends: Tensor | None = None
+
+    @property
+    def num_addends(self) -> int:
+        return 0 if self.addends is None else self.addends.shape[0]
+
+    def instead_of(self, stream: Tensor) -> Tensor:
+        """Return the stream (num_tokens, hidden_size) with the given rows in it."""
+        given = self.embeddings.to(stream.dtype)[self.sources.clamp(min=0)]
+        return given.where(self.sources.unsqueeze(1) >= 0, stream)
+
+    def added(self, stream: Tensor, layer: int) -> Tensor:
+        """Return the stream (num_tokens, hidden_size) with what comes to it after a layer."""
+        assert self.addends is not None
+        added = self.addends[layer].to(stream.dtype)[self.sources.clamp(min=0)]
+        return stream + added * (self.sources.unsqueeze(1) >= 0)
+
+
+@dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """Sequences of unequal length side by side, decode rows and prefill chunks mixed.
 
@@ -82,6 +113,10 @@ class RaggedBatch:
     span_rows: SpanRows | None = None
     # The row from which on all belong to prompts; None if there are none, or others after them.
     prompts_from: int | None = None
+    given: GivenRows | None = None
+    # (3, num_tokens) int64, the positions in time, height and width that rows are rotated by, of
+    # models with `RopeSpec.sections`; None: each row's position is all three.
+    axes: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -10,7 +10,8 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 23 /* changes with every change of a struct or a signature below */
+#define AP_AXES 3 /* time, height and width */
+#define AP_ABI 24 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -71,6 +72,8 @@ typedef struct {
     int32_t original_context;
     int32_t query_shift;
     int32_t reserved;
+    const int32_t *axes; /* (rotary_dim / 2,), which of ap_batch's axes each frequency rotates by;
+                          * NULL: none, but by the row's position */
 } ap_rope;
 
 /* Gates, which the last linear of the input computes; their sigmoid multiplies heads' outputs. */
@@ -288,7 +291,16 @@ typedef struct {
     const int32_t *recorded_layers; /* (num_recorded,), the stream is recorded before each */
     float *recorded;                /* (num_tokens, num_recorded, hidden_size) */
     int32_t num_recorded;
+    int32_t num_embeddings;
+    /* Rows whose embedding is not that of a token. */
+    const int32_t *sources;  /* (num_tokens,), place in embeddings, negative: looked up; or NULL */
+    const float *embeddings; /* (num_embeddings, hidden_size), not to be scaled */
+    const float *addends;    /* (num_addends, num_embeddings, hidden_size), of the stream after each
+                              * of the first layers */
+    int32_t num_addends;     /* less than the model's layers */
     int32_t reserved;
+    const int64_t *axes; /* (3, num_tokens), positions in time, height and width; NULL: each row's
+                          * position is all three */
 } ap_batch;
 
 /* The sampling parameters of each row, arrays of num_rows. */

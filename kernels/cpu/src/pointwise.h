@@ -98,10 +98,11 @@ static void softcap_row(float *x, float cap, int32_t width) {
 
 /* ---- rotary embedding ---- */
 
-/* Cosine and sine of one position, (rotary_dim / 2,) each. */
-static void rope_angles(const ap_rope *rope, int64_t position, float *cosine, float *sine) {
+/* Cosine and sine of one row, (rotary_dim / 2,) each. Its positions are one for each axis; without
+ * axes, the first. */
+static void rope_angles(const ap_rope *rope, const int64_t *positions, float *cosine, float *sine) {
     for (int32_t i = 0; i < rope->rotary_dim / 2; i++) {
-        float angle = (float)position * rope->frequencies[i];
+        float angle = (float)positions[rope->axes ? rope->axes[i] : 0] * rope->frequencies[i];
         cosine[i] = cosf(angle) * rope->amplitude;
         sine[i] = sinf(angle) * rope->amplitude;
     }

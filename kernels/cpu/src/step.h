@@ -26,26 +26,43 @@ static void embed_part_row(void *context, int32_t row) {
         memset(part, 0, (size_t)model->hidden_size * sizeof(float));
 }
 
+/* A row's place among the embeddings that are given, negative if its token's is looked up. */
+static int32_t source_of(const ap_batch *batch, int64_t row) {
+    return batch->sources ? batch->sources[row] : -1;
+}
+
+/* The positions that a row is rotated by: one for each axis. */
+static void axes_of(const ap_batch *batch, int64_t row, int64_t *positions) {
+    for (int64_t axis = 0; axis < AP_AXES; axis++)
+        positions[axis] =
+            batch->axes ? batch->axes[axis * batch->num_tokens + row] : batch->positions[row];
+}
+
 static void embed_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_model *model = s->model;
-    float *stream = s->stream + (int64_t)row * model->hidden_size;
-    if (!has_linear(&model->embedding))
-        memcpy(stream, s->batch->given + (int64_t)row * model->hidden_size,
-               (size_t)model->hidden_size * sizeof(float));
+    int32_t hidden = model->hidden_size, source = source_of(s->batch, row);
+    float *stream = s->stream + (int64_t)row * hidden;
+    if (source >= 0)
+        memcpy(stream, s->batch->embeddings + (int64_t)source * hidden,
+               (size_t)hidden * sizeof(float));
+    else if (!has_linear(&model->embedding))
+        memcpy(stream, s->batch->given + (int64_t)row * hidden, (size_t)hidden * sizeof(float));
     else if (!s->part)
         linear_row(&model->embedding, s->batch->token_ids[row], stream);
-    if (model->embedding_scale != 1.0f)
-        scale_row(stream, model->embedding_scale, model->hidden_size);
+    if (source < 0 && model->embedding_scale != 1.0f)
+        scale_row(stream, model->embedding_scale, hidden);
     if (has_linear(&model->positions)) {
         float *own = s->normed + (int64_t)row * model->hidden_size;
         linear_row(&model->positions, s->batch->positions[row], own);
         add_row(stream, own, model->hidden_size);
     }
+    int64_t positions[AP_AXES];
+    axes_of(s->batch, row, positions);
     for (int32_t i = 0; i < model->num_ropes; i++) {
         const ap_rope *rope = &model->ropes[i];
         int64_t place = i * s->rope_stride + (int64_t)row * (rope->rotary_dim / 2);
-        rope_angles(rope, s->batch->positions[row], s->cosines + place, s->sines + place);
+        rope_angles(rope, positions, s->cosines + place, s->sines + place);
     }
 }
 
@@ -168,6 +185,21 @@ static void record_stream(const step_state *s, int32_t layer) {
                    s->stream + row * hidden, (size_t)hidden * sizeof(float));
 }
 
+static void add_given_row(void *context, int32_t row) {
+    step_state *s = context;
+    int64_t hidden = s->model->hidden_size, layer = s->layer - s->model->layers;
+    int64_t source = source_of(s->batch, row);
+    if (source < 0) return;
+    source += layer * s->batch->num_embeddings;
+    add_row(s->stream + row * hidden, s->batch->addends + source * hidden, (int32_t)hidden);
+}
+
+/* Complete the stream after a layer, and add what is given to it there. */
+static void add_given(step_state *s, const ap_norm *post_norm) {
+    settle(s, post_norm);
+    for_rows(s->engine, add_given_row, s, s->rows);
+}
+
 /* Continue with only the rows whose logits are wanted. */
 static void select_rows(step_state *s) {
     const ap_batch *batch = s->batch;
@@ -288,6 +320,10 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         }
         if (has_ending(s.layer)) {
             run_ending(&s);
+            post_norm = &no_norm;
+        }
+        if (i < batch->num_addends) {
+            add_given(&s, post_norm);
             post_norm = &no_norm;
         }
     }

@@ -102,6 +102,17 @@ static bool records_fit(const ap_model *model, const ap_batch *batch) {
     return true;
 }
 
+/* True if rows that take an embedding or an addend take one that is there. */
+static bool embeddings_fit(const ap_model *model, const ap_batch *batch) {
+    int32_t count = batch->num_addends;
+    if (count < 0 || (count && count >= model->num_layers)) return false;
+    if (!batch->sources) return !count;
+    if (!batch->embeddings || (count && !batch->addends)) return false;
+    for (int32_t i = 0; i < batch->num_tokens; i++)
+        if (batch->sources[i] >= batch->num_embeddings) return false;
+    return true;
+}
+
 /* True if a step's rows and the tokens that they see lie in existing blocks. */
 static bool places_fit(const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
@@ -131,7 +142,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         if (!experts_supported(model, layer)) return AP_BAD_ARGUMENT;
     }
     if (!join_fits(model, batch) || !records_fit(model, batch)) return AP_BAD_ARGUMENT;
-    if (!ends_fit(model, batch)) return AP_BAD_ARGUMENT;
+    if (!ends_fit(model, batch) || !embeddings_fit(model, batch)) return AP_BAD_ARGUMENT;
     if (!token_inputs_supported(model) || !adapters_fit(model, batch)) return AP_BAD_ARGUMENT;
     if (batch->num_rows < 0 || batch->num_rows > batch->num_tokens) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; batch->rows && i < batch->num_rows; i++)

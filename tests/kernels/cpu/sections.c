@@ -103,8 +103,8 @@ SECTION(void, scale)(float *x, float factor, int32_t width) { scale_row(x, facto
 SECTION(void, softcap)(float *x, float cap, int32_t width) { softcap_row(x, cap, width); }
 
 /* cosine, sine (rotary_dim / 2,) */
-SECTION(void, angles)(const ap_rope *rope, int64_t position, float *cosine, float *sine) {
-    rope_angles(rope, position, cosine, sine);
+SECTION(void, angles)(const ap_rope *rope, const int64_t *positions, float *cosine, float *sine) {
+    rope_angles(rope, positions, cosine, sine);
 }
 
 SECTION(void, rotate)(float *head, const float *cosine, const float *sine, int32_t rotary_dim) {

@@ -108,8 +108,8 @@ def test_rms_norm_of_small_huge_and_broken_rows(library: ctypes.CDLL) -> None:
 def rotated(library: ctypes.CDLL, heads: Array, rope: RopeStruct, positions: Array) -> Array:
     heads = heads.copy()
     cosine, sine = np.empty((2, rope.rotary_dim // 2), np.float32)
-    for row, position in zip(heads, positions, strict=True):
-        library.section_angles(rope, position, cosine.ctypes.data, sine.ctypes.data)
+    for row, position in zip(heads, positions.reshape(len(positions), -1), strict=True):
+        library.section_angles(rope, position.ctypes.data, cosine.ctypes.data, sine.ctypes.data)
         for head in row:
             library.section_rotate(
                 head.ctypes.data, cosine.ctypes.data, sine.ctypes.data, rope.rotary_dim

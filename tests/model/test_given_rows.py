@@ -1,0 +1,180 @@
+"""Rows whose embedding is given, as a picture's, against transformers' text models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.models.native_models import LIBRARY
+from support.models.teacher_forcing import BLOCK_SIZE, one_sequence
+from support.models.whole_models import WHOLES, whole_model
+
+from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.rows.ragged import GivenRows
+from appliance.model.loader import load_decoder
+from appliance.model.native_loader import load_native
+from appliance.model.source import ModelSource, open_model
+from appliance.model.spec import AttentionSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+CPU_DEVICE = torch.device("cpu")
+LENGTH, HEIGHT, WIDTH = 40, 3, 4  # tokens; rows and columns of the picture
+PICTURE = range(9, 9 + HEIGHT * WIDTH)
+PADDING = 0  # the token that stands where there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A whole model, and how its rope takes three positions."""
+
+    kind: str
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
+    addends: int = 0
+
+
+CASES = {
+    "plain": Case("smolvlm"),
+    "token_inputs": Case("gemma4"),
+    "blocked": Case("qwen2_5_vl", (2, 3, 3)),
+    "interleaved": Case("qwen3_vl", (3, 3, 2), interleaved=True, addends=2),
+}
+
+
+def rope_axes() -> torch.Tensor:
+    """Positions (3, LENGTH) of text around a picture, as Qwen2-VL counts them."""
+    before, after = PICTURE.start, PICTURE.stop
+    text = torch.arange(before).expand(3, -1)
+    rows, columns = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
+    cells = torch.stack((torch.zeros(HEIGHT, WIDTH).long(), rows, columns)).flatten(1) + before
+    rest = torch.arange(LENGTH - after).expand(3, -1) + before + max(HEIGHT, WIDTH)
+    return torch.cat((text, cells, rest), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens with a picture among them; `axes` where the model has sections."""
+
+    token_ids: list[int]
+    given: GivenRows  # of all rows
+    axes: torch.Tensor | None
+
+    @classmethod
+    def of(cls, case: Case, hidden_size: int) -> Prompt:
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(3, 100, (LENGTH,), generator=generator).tolist()
+        count = len(PICTURE)
+        ids[PICTURE.start : PICTURE.stop] = [PADDING] * count
+        sources = torch.full((LENGTH,), -1, dtype=torch.int32)
+        # Not in their order: a row takes the one that it names.
+        order = torch.randperm(count, generator=generator).int()
+        sources[PICTURE.start : PICTURE.stop] = order
+        embeddings = torch.randn(count, hidden_size, generator=generator)
+        addends = None
+        if case.addends:
+            addends = torch.randn(case.addends, count, hidden_size, generator=generator)
+        given = GivenRows(sources, embeddings, addends)
+        return cls(ids, given, rope_axes() if case.sections else None)
+
+
+def with_sections(source: ModelSource, case: Case) -> ModelSource:
+    def turned(rope: RopeSpec) -> RopeSpec:
+        return replace(rope, sections=case.sections, interleaved=case.interleaved)
+
+    layers = []
+    for layer in source.spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionSpec):
+            mixer = replace(mixer, rope=turned(mixer.rope))
+        layers.append(replace(layer, mixer=mixer))
+    return replace(source, spec=replace(source.spec, layers=tuple(layers)))
+
+
+def logits_of(decoder: Any, prompt: Prompt, chunks: Sequence[int]) -> torch.Tensor:
+    blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
+    cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=len(blocks), block_size=BLOCK_SIZE)
+    found, start = [], 0
+    for rows in chunks:
+        end = start + rows
+        batch = one_sequence(blocks, start, end, CPU_DEVICE)
+        given = replace(prompt.given, sources=prompt.given.sources[start:end].contiguous())
+        axes = None if prompt.axes is None else prompt.axes[:, start:end].contiguous()
+        ids = torch.tensor(prompt.token_ids[start:end])
+        batch = replace(batch, given=given, axes=axes)
+        found.append(decoder.forward(ids, torch.arange(start, end), batch, cache))
+        start = end
+    return torch.cat(found)
+
+
+def wanted_logits(model: Any, case: Case, prompt: Prompt) -> torch.Tensor:
+    """Logits by transformers' text model, given all embeddings."""
+    text = model.model if hasattr(model.model, "layers") else model.get_decoder()
+    embed, ids = text.get_input_embeddings(), torch.tensor(prompt.token_ids)
+    more: dict[str, Any] = {}
+    with torch.no_grad():
+        embeddings = embed(ids)  # with Gemma's scale
+        rows = prompt.given.sources[PICTURE.start : PICTURE.stop].long()
+        embeddings[PICTURE.start : PICTURE.stop] = prompt.given.embeddings[rows]
+        if prompt.axes is not None:
+            more["position_ids"] = prompt.axes.unsqueeze(1)
+        if prompt.given.addends is not None:
+            more["visual_pos_masks"] = (prompt.given.sources >= 0).unsqueeze(0)
+            more["deepstack_visual_embeds"] = list(prompt.given.addends[:, rows])
+        if case.kind == "gemma4":
+            more["per_layer_inputs"] = text.get_per_layer_inputs(ids.unsqueeze(0), None)
+        hidden = text(inputs_embeds=embeddings.unsqueeze(0), use_cache=False, **more)
+        logits: torch.Tensor = model.lm_head(hidden.last_hidden_state)[0]
+    return logits
+
+
+LOADERS: dict[str, Callable[[ModelSource], Any]] = {
+    "reference": lambda source: load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32),
+    "cpu": lambda source: load_decoder(source, CPU, CPU_DEVICE, torch.float32),
+    "native": lambda source: load_native(source, NativeEngine(LIBRARY, 2), torch.float32),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("name", CASES)
+def test_given_rows_are_those_that_transformers_reads(
+    name: str, loader: str, save: Callable[[Any], Path]
+) -> None:
+    case = CASES[name]
+    settings = dict(WHOLES[case.kind])
+    if case.sections:
+        settings["rope_parameters"] = settings["rope_parameters"] | {
+            "mrope_section": list(case.sections)
+        }
+    model = whole_model(case.kind, settings)
+    source = with_sections(open_model(save(model)), case)
+    prompt = Prompt.of(case, source.spec.hidden_size)
+    decoder = LOADERS[loader](source)
+    wanted = wanted_logits(model, case, prompt)
+    found = logits_of(decoder, prompt, [LENGTH])
+    assert wanted.std() > 0.5  # the logits vary
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    for cut in (PICTURE.start, PICTURE.start + 5, PICTURE.stop):  # before, in and after it
+        pieces = logits_of(decoder, prompt, [cut, LENGTH - cut])
+        torch.testing.assert_close(pieces, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("fault", ["source", "addends", "no embeddings"])
+def test_rows_given_from_nowhere_are_refused(fault: str, save: Callable[[Any], Path]) -> None:
+    case = CASES["interleaved"]
+    source = with_sections(open_model(save(whole_model(case.kind, WHOLES[case.kind]))), case)
+    prompt = Prompt.of(case, source.spec.hidden_size)
+    given = prompt.given
+    assert given.addends is not None
+    count = len(source.spec.layers) if fault == "addends" else 1
+    sources = given.sources + int(fault == "source")
+    embeddings = given.embeddings[: 0 if fault == "no embeddings" else None]
+    given = GivenRows(sources, embeddings, given.addends[:1].expand(count, -1, -1).contiguous())
+    with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
+        logits_of(LOADERS["native"](source), replace(prompt, given=given), [LENGTH])
