@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.model.spec import CachedSpec, RopeScaling
+from appliance.model.spec import AxisFrequencies, CachedSpec, RopeScaling
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,8 @@ def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
 
 def _frequencies(spec: RopeSpec, context_length: int) -> Floats:
     exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
+    if spec.sections is not None:
+        exponents = _by_axis(spec, exponents)
     # Computed in float64 and rounded, so that every machine gets the same.
     periods = (spec.theta ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / periods  # (rotary_dim / 2,)
@@ -108,6 +110,17 @@ def _frequencies(spec: RopeSpec, context_length: int) -> Floats:
     is_long = context_length > spec.original_context
     factors = np.array(spec.long_factors if is_long else spec.short_factors, dtype=np.float32)
     return np.float32(1) / (factors * periods)
+
+
+def _by_axis(spec: RopeSpec, exponents: Floats) -> Floats:
+    """Order the exponents of all frequencies by the axes that rotate by them."""
+    assert spec.sections is not None
+    if spec.axis_frequencies is AxisFrequencies.EACH:
+        counts = [count for count in spec.sections if count]
+        return np.concatenate([np.arange(n, dtype=np.float32) / np.float32(n) for n in counts])
+    if spec.axis_frequencies is AxisFrequencies.EVERY_OTHER:
+        return np.concatenate((exponents[::2], exponents[1::2]))
+    return exponents
 
 
 def _llama3(spec: RopeSpec, plain: Floats) -> Floats:

@@ -38,6 +38,14 @@ class RopeScaling(Enum):
     PROPORTIONAL = "proportional"
 
 
+class AxisFrequencies(Enum):
+    """Frequencies of the axes of a rope with `sections`."""
+
+    IN_TURN = "in_turn"  # each section goes on where the one before ends
+    EACH = "each"  # each section has all, as if it were alone
+    EVERY_OTHER = "every_other"  # two axes take turns
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding by halves: element i pairs with i + rotary_dim / 2.
@@ -67,6 +75,7 @@ class RopeSpec:
     query_shift: int = 0
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False  # sections: the axes take turns, as in Qwen3-VL; else one by one
+    axis_frequencies: AxisFrequencies = AxisFrequencies.IN_TURN
 
     @property
     def axes(self) -> tuple[int, ...]:

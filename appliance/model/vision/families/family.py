@@ -1,0 +1,124 @@
+"""Declaration of a tower family: how to read a whole model's config, and its tensors' names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.model.families.reader import ConfigReader, class_defaults
+from appliance.model.families.standard import read_activation
+from appliance.model.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RopeSpec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from appliance.kernels.activation import Activation
+    from appliance.model.names import TensorNames
+    from appliance.model.vision.spec import TowerSpec
+
+# Where names of families begin, whatever a checkpoint calls the parts.
+TOWER, PROJECTOR = "tower.", "projector."
+# Of rows that no table gives an embedding.
+EMBEDDING = f"{TOWER}rows"
+HEAD_WIDTH_STEP = 16  # the C library's; narrower heads get elements that are 0
+_MOST_ROWS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class RowPositions:
+    """How a decoder counts the rows of a picture in three numbers (M-RoPE).
+
+    Attributes:
+        interleaved: as in `RopeSpec`.
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TowerFamily:
+    """Towers with the same config and tensor names.
+
+    Attributes:
+        model_types: of the wholes that have one.
+        tower_type: `model_type` of the tower's own config, whose class gives defaults.
+        read: reads the whole's config and the tower's.
+        names: of the tower's layers; all begin with `TOWER`.
+        places: prefixes of tower and projector in checkpoints, newest first.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    tower_type: str
+    read: Callable[[ConfigReader, ConfigReader], TowerSpec]
+    names: TensorNames
+    places: tuple[tuple[str, str], ...]
+
+    def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> TowerSpec:
+        """Build the tower's spec from a whole model's config.
+
+        Raises:
+            CheckpointError: a setting is missing, of the wrong type or out of range.
+            UnsupportedModelError: a setting asks for unsupported arithmetic.
+        """
+        whole = ConfigReader(config, origin, class_defaults(config.get("model_type")))
+        kind = class_defaults(self.tower_type)
+        return self.read(whole, whole.section("vision_config", kind))
+
+
+def read_layers(
+    config: ConfigReader,
+    architecture: str,
+    norm: NormSpec,
+    *,
+    count: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    rope: RopeSpec | None = None,
+    activation: Activation | None = None,
+    attention_bias: bool = True,
+    mlp_bias: bool = True,
+    gated: bool = False,
+    final_norm: NormSpec | None = None,
+) -> DecoderSpec:
+    """Read a tower's layers: attention to the whole picture, then an MLP.
+
+    Args:
+        count: setting with the number of layers.
+        heads: setting with the number of heads.
+        rope: None without rotation.
+        final_norm: None is like the layers'.
+    """
+    num_heads, hidden_size = config.integer(heads), config.integer("hidden_size")
+    if hidden_size % num_heads:
+        raise config.refuse(heads, f"a divisor of hidden_size, {hidden_size}")
+    head_dim = hidden_size // num_heads
+    act = read_activation(config, gated=gated) if activation is None else activation
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=-(-head_dim // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP,
+        scale=head_dim**-0.5,
+        rope=RopeSpec(theta=1e4, rotary_dim=0) if rope is None else rope,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        looks_ahead=True,
+    )
+    mlp = MLPSpec(config.integer("intermediate_size"), act, mlp_bias, gated=gated)
+    layer = LayerSpec(attention, mlp, norm)
+    return DecoderSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        vocab_size=1,
+        context_length=_MOST_ROWS,
+        layers=(layer,) * config.integer(count),
+        final_norm=final_norm or norm,
+        tied_head=True,
+    )

@@ -1,0 +1,85 @@
+"""Pixtral's tower in Mistral Small 3.1 and later, and Ministral 3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.model.families.standard import read_activation
+from appliance.model.names import TensorNames
+from appliance.model.spec import AxisFrequencies, NormSpec, RopeSpec
+from appliance.model.vision.families.family import (
+    EMBEDDING,
+    PROJECTOR,
+    TOWER,
+    TowerFamily,
+    read_layers,
+)
+from appliance.model.vision.spec import PatchSpec, ProjectorLinear, ProjectorSpec, TowerSpec
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+
+_NORM = NormSpec(1e-5)  # in the class's code
+
+
+def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    head_dim = config.integer("head_dim")
+    of_axis = head_dim // 4
+    rope = RopeSpec(
+        theta=config.section("rope_parameters").number("rope_theta", 1e4),
+        rotary_dim=head_dim,
+        sections=(0, of_axis, of_axis),
+        axis_frequencies=AxisFrequencies.EVERY_OTHER,
+    )
+    text = whole.section("text_config")
+    bias = whole.flag("multimodal_projector_bias")
+    act = read_activation(whole, "projector_hidden_act", gated=False)
+    return TowerSpec(
+        layers=read_layers(
+            config,
+            "pixtral",
+            _NORM,
+            rope=rope,
+            attention_bias=False,
+            mlp_bias=False,
+            gated=True,
+            final_norm=NormSpec(text.number("rms_norm_eps", 1e-6)),
+        ),
+        patch=PatchSpec(f"{TOWER}patch_conv", config.integer("patch_size"), bias=False),
+        table=None,
+        merge=whole.integer("spatial_merge_size"),
+        projector=ProjectorSpec(
+            (
+                ProjectorLinear(
+                    f"{PROJECTOR}patch_merger.merging_layer", bias=False, channels_first=True
+                ),
+                ProjectorLinear(f"{PROJECTOR}linear_1", bias, act),
+                ProjectorLinear(f"{PROJECTOR}linear_2", bias),
+            )
+        ),
+        first_norm=_NORM,
+        first_norm_name=f"{TOWER}ln_pre",
+    )
+
+
+MISTRAL3 = TowerFamily(
+    name="mistral3",
+    model_types=("mistral3",),
+    tower_type="pixtral",
+    read=_read,
+    names=TensorNames(
+        embedding=EMBEDDING,
+        final_norm=f"{PROJECTOR}norm",
+        layer=f"{TOWER}transformer.layers.{{}}.",
+        mixer_norm="attention_norm",
+        mlp_norm="ffn_norm",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        output="attention.o_proj",
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+    ),
+    places=(
+        ("model.vision_tower.", "model.multi_modal_projector."),
+        ("vision_tower.", "multi_modal_projector."),
+    ),
+)

@@ -1,0 +1,93 @@
+"""Qwen 3 VL, and Qwen 3.5 and 3.6, whose tower is the same without DeepStack."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from appliance.kernels.activation import Activation
+from appliance.model.names import TensorNames
+from appliance.model.spec import AxisFrequencies, NormSpec, RopeSpec
+from appliance.model.vision.families.family import (
+    EMBEDDING,
+    TOWER,
+    TowerFamily,
+    read_layers,
+)
+from appliance.model.vision.spec import (
+    PatchSpec,
+    PositionTable,
+    ProjectorLinear,
+    ProjectorSpec,
+    Resize,
+    TowerSpec,
+)
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+
+_NORM = NormSpec(1e-6, centered=True)  # of all norms, in the class's code
+
+
+def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    head_dim = config.integer("hidden_size") // config.integer("num_heads")
+    of_axis = head_dim // 4
+    rope = RopeSpec(
+        theta=1e4,
+        rotary_dim=head_dim,
+        sections=(0, of_axis, of_axis),
+        axis_frequencies=AxisFrequencies.EACH,
+    )
+    layers = read_layers(config, "qwen3_vl", _NORM, count="depth", heads="num_heads", rope=rope)
+    taps = config.layers("deepstack_visual_indexes", len(layers.layers))
+    return TowerSpec(
+        layers=layers,
+        patch=PatchSpec(
+            f"{TOWER}patch_embed.proj",
+            config.integer("patch_size"),
+            frames=config.integer("temporal_patch_size"),
+        ),
+        table=PositionTable(
+            f"{TOWER}pos_embed.weight",
+            math.isqrt(config.integer("num_position_embeddings")),
+            Resize.CORNERS,
+        ),
+        merge=config.integer("spatial_merge_size"),
+        projector=_merger(f"{TOWER}merger."),
+        taps=tuple(
+            (tap, _merger(f"{TOWER}deepstack_merger_list.{place}.", normed=True))
+            for place, tap in enumerate(taps)
+        ),
+    )
+
+
+def _merger(prefix: str, *, normed: bool = False) -> ProjectorSpec:
+    """Return a merger; its norm is the tower's last, or with `normed` of a cell."""
+    return ProjectorSpec(
+        (
+            ProjectorLinear(f"{prefix}linear_fc1", activation=Activation.GELU),
+            ProjectorLinear(f"{prefix}linear_fc2"),
+        ),
+        norm=_NORM if normed else None,
+        norm_name=f"{prefix}norm",
+    )
+
+
+QWEN3_VL = TowerFamily(
+    name="qwen3_vl",
+    model_types=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    tower_type="qwen3_vl_vision",
+    read=_read,
+    names=TensorNames(
+        embedding=EMBEDDING,
+        final_norm=f"{TOWER}merger.norm",
+        layer=f"{TOWER}blocks.{{}}.",
+        mixer_norm="norm1",
+        mlp_norm="norm2",
+        qkv=("attn.qkv",),
+        output="attn.proj",
+        gate_up=("mlp.linear_fc1",),
+        down="mlp.linear_fc2",
+    ),
+    places=(("model.visual.", ""), ("visual.", "")),
+)

@@ -1,0 +1,22 @@
+"""The tower families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from appliance.model.vision.families.pixtral import MISTRAL3
+from appliance.model.vision.families.qwen3_vl import QWEN3_VL
+from appliance.model.vision.families.siglip import GEMMA3, IDEFICS3, LFM2_VL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from appliance.model.vision.families.family import TowerFamily
+
+TOWERS: tuple[TowerFamily, ...] = (IDEFICS3, LFM2_VL, QWEN3_VL, MISTRAL3, GEMMA3)
+_BY_TYPE = {kind: family for family in TOWERS for kind in family.model_types}
+
+
+def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
+    """Find the family of a whole model's tower; None of one without, or of none that is known."""
+    return _BY_TYPE.get(config.get("model_type", ""))

@@ -1,0 +1,134 @@
+"""SigLIP: SmolVLM, Idefics 3 and Gemma 3, and SigLIP 2 with grids of any size in LFM2-VL."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from appliance.model.families.standard import read_activation
+from appliance.model.names import TensorNames
+from appliance.model.spec import NormSpec
+from appliance.model.vision.families.family import (
+    EMBEDDING,
+    PROJECTOR,
+    TOWER,
+    TowerFamily,
+    read_layers,
+)
+from appliance.model.vision.spec import (
+    PatchSpec,
+    PositionTable,
+    ProjectorLinear,
+    ProjectorSpec,
+    Resize,
+    TowerSpec,
+)
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec
+
+_NAMES = TensorNames(
+    embedding=EMBEDDING,
+    final_norm=f"{TOWER}post_layernorm",
+    layer=f"{TOWER}encoder.layers.{{}}.",
+    mixer_norm="layer_norm1",
+    mlp_norm="layer_norm2",
+    output="self_attn.out_proj",
+    gate_up=("mlp.fc1",),
+    down="mlp.fc2",
+)
+_PATCH = f"{TOWER}embeddings.patch_embedding"
+_TABLE = f"{TOWER}embeddings.position_embedding.weight"
+
+
+def _layers(config: ConfigReader) -> DecoderSpec:
+    norm = NormSpec(config.number("layer_norm_eps"), centered=True)
+    return read_layers(config, "siglip", norm)
+
+
+def _read_idefics3(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    patch = config.integer("patch_size")
+    projection = ProjectorLinear(f"{PROJECTOR}modality_projection.proj", bias=False)
+    return TowerSpec(
+        layers=_layers(config),
+        patch=PatchSpec(_PATCH, patch),
+        table=PositionTable(_TABLE, config.integer("image_size") // patch, Resize.NEAREST),
+        merge=whole.integer("scale_factor"),
+        projector=ProjectorSpec((projection,)),
+    )
+
+
+def _read_gemma3(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    patch, eps = config.integer("patch_size"), config.number("layer_norm_eps")
+    side = config.integer("image_size") // patch
+    rows = math.isqrt(whole.integer("mm_tokens_per_image"))
+    projection = ProjectorLinear(
+        f"{PROJECTOR}mm_input_projection_weight", bias=False, stored_transposed=True
+    )
+    return TowerSpec(
+        layers=_layers(config),
+        patch=PatchSpec(_PATCH, patch),
+        table=PositionTable(_TABLE, side, Resize.NEAREST),
+        merge=side // rows,
+        projector=ProjectorSpec(
+            (projection,),
+            averages=True,
+            norm=NormSpec(eps, offset=1.0),
+            norm_name=f"{PROJECTOR}mm_soft_emb_norm",
+        ),
+    )
+
+
+def _read_lfm2(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    bias = whole.flag("projector_bias", True)
+    act = read_activation(whole, "projector_hidden_act", gated=False)
+    return TowerSpec(
+        layers=_layers(config),
+        patch=PatchSpec(_PATCH, config.integer("patch_size"), channels_last=True),
+        table=PositionTable(_TABLE, math.isqrt(config.integer("num_patches")), Resize.AREA),
+        merge=whole.integer("downsample_factor"),
+        projector=ProjectorSpec(
+            (
+                ProjectorLinear(f"{PROJECTOR}linear_1", bias, act),
+                ProjectorLinear(f"{PROJECTOR}linear_2", bias),
+            ),
+            norm=NormSpec(1e-5, centered=True)
+            if whole.flag("projector_use_layernorm", True)
+            else None,
+            norm_name=f"{PROJECTOR}layer_norm",
+        ),
+    )
+
+
+IDEFICS3 = TowerFamily(
+    name="idefics3",
+    model_types=("idefics3", "smolvlm"),
+    tower_type="smolvlm_vision",
+    read=_read_idefics3,
+    names=_NAMES,
+    places=(("model.vision_model.", "model.connector."),),
+)
+GEMMA3 = TowerFamily(
+    name="gemma3",
+    model_types=("gemma3",),
+    tower_type="siglip_vision_model",
+    read=_read_gemma3,
+    names=_NAMES,
+    places=(
+        ("model.vision_tower.", "model.multi_modal_projector."),
+        ("vision_tower.vision_model.", "multi_modal_projector."),
+        ("vision_tower.", "multi_modal_projector."),
+    ),
+)
+LFM2_VL = TowerFamily(
+    name="lfm2_vl",
+    model_types=("lfm2_vl",),
+    tower_type="siglip2_vision_model",
+    read=_read_lfm2,
+    names=_NAMES,
+    places=(
+        ("model.vision_tower.", "model.multi_modal_projector."),
+        ("model.vision_tower.vision_model.", "model.multi_modal_projector."),
+    ),
+)

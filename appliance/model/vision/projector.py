@@ -1,0 +1,189 @@
+"""Patches into a tower's stream, and out of it into a decoder's: on arrays of either kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from appliance.kernels import arrays
+from appliance.kernels.activation import Activation
+from appliance.kernels.weights.weight import dense
+from appliance.model.vision.positions import fitted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from appliance.model.spec import NormSpec
+    from appliance.model.vision.source import TowerSource
+    from appliance.model.vision.spec import PatchSpec, ProjectorLinear, ProjectorSpec, TowerSpec
+
+    # Lays out a weight (out_features, in_features) and a bias, or None.
+    MakeLinear = Callable[[Any, Any], Callable[[Any], Any]]
+
+# Abramowitz and Stegun, 7.1.26: within 1.5e-7 of erf.
+_P = 0.3275911
+_TERMS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+
+
+@dataclass(frozen=True, slots=True)
+class CellNorm:
+    """RMSNorm, or LayerNorm with a bias, of rows."""
+
+    weight: Any
+    bias: Any | None
+    eps: float
+
+    def __call__(self, x: Any) -> Any:
+        if self.bias is not None:
+            x = x - x.mean(-1, keepdims=True)
+        scaled = x / ((x * x).mean(-1, keepdims=True) + self.eps) ** 0.5 * self.weight
+        return scaled if self.bias is None else scaled + self.bias
+
+    @classmethod
+    def of(cls, source: TowerSource, name: str, spec: NormSpec) -> CellNorm:
+        weight = dense(source.load(f"{name}.weight"), "float32") + spec.offset
+        has_bias = spec.centered and spec.bias
+        bias = dense(source.load(f"{name}.bias"), "float32") if has_bias else None
+        return cls(weight, bias, spec.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """Maps a tower's normed patches to rows of a decoder; see `ProjectorSpec`.
+
+    Attributes:
+        linears: each with its activation.
+    """
+
+    merge: int
+    averages: bool
+    norm: CellNorm | None
+    linears: tuple[tuple[Callable[[Any], Any], Activation | None], ...]
+
+    def __call__(self, patches: Any) -> Any:
+        """Map patches (num_patches, hidden_size), cell by cell, to (num_cells, width)."""
+        count, width = patches.shape
+        cells = patches.reshape(count // self.merge**2, -1)
+        if self.averages:
+            cells = cells.reshape(len(cells), -1, width).mean(1)
+        if self.norm is not None:
+            cells = self.norm(cells)
+        for linear, activation in self.linears:
+            cells = activated(linear(cells), activation)
+        return cells
+
+    @classmethod
+    def of(
+        cls, source: TowerSource, spec: ProjectorSpec, merge: int, make: MakeLinear
+    ) -> Projector:
+        norm = None if spec.norm is None else CellNorm.of(source, spec.norm_name, spec.norm)
+        linears = tuple(
+            (_linear(source, one, merge, make), one.activation) for one in spec.linears
+        )
+        return cls(merge, spec.averages, norm, linears)
+
+
+@dataclass(frozen=True, slots=True)
+class PatchEmbedding:
+    """Maps pixels to the tower's stream, with each patch's position.
+
+    Attributes:
+        table: (side, side, hidden_size) in NumPy; None without one.
+        like: an array of the kind that it works on.
+    """
+
+    spec: TowerSpec
+    linear: Callable[[Any], Any]
+    table: NDArray[np.float32] | None
+    norm: CellNorm | None
+    like: Any
+
+    def __call__(self, patches: NDArray[np.float32], rows: int, columns: int) -> Any:
+        """Map patches (rows * columns, inputs), cell by cell, to (rows * columns, hidden_size)."""
+        stream = self.linear(arrays.like(self.like, patches))
+        if self.table is not None:
+            assert self.spec.table is not None
+            positions = fitted(self.table, rows, columns, self.spec.table.resize)
+            merge = self.spec.merge
+            cells = positions.reshape(rows // merge, merge, columns // merge, merge, -1)
+            ordered = cells.swapaxes(1, 2).reshape(rows * columns, -1)
+            stream = stream + arrays.like(self.like, np.ascontiguousarray(ordered))
+        return stream if self.norm is None else self.norm(stream)
+
+    @classmethod
+    def of(cls, source: TowerSource, make: MakeLinear) -> PatchEmbedding:
+        spec = source.spec
+        weight = _patch_weight(dense(source.load(f"{spec.patch.name}.weight"), "float32"), spec.patch)
+        bias = dense(source.load(f"{spec.patch.name}.bias"), "float32") if spec.patch.bias else None
+        table = None
+        if spec.table is not None:
+            stored = dense(source.load(spec.table.name), "float32")
+            side = spec.table.side
+            table = np.asarray(stored).reshape(side, side, -1)
+        norm = None
+        if spec.first_norm is not None:
+            norm = CellNorm.of(source, spec.first_norm_name, spec.first_norm)
+        return cls(spec, make(weight, bias), table, norm, weight)
+
+
+def _patch_weight(weight: Any, spec: PatchSpec) -> Any:
+    """Return the linear of a patch, (hidden_size, inputs); a picture's frames are all the same."""
+    if spec.channels_last:
+        return weight.reshape(len(weight), -1)
+    frames = weight.reshape(len(weight), 3, spec.frames, spec.size * spec.size)
+    return frames.sum(2).reshape(len(weight), -1)
+
+
+def _linear(
+    source: TowerSource, spec: ProjectorLinear, merge: int, make: MakeLinear
+) -> Callable[[Any], Any]:
+    if spec.stored_transposed:
+        weight = dense(source.load(spec.name), "float32").swapaxes(0, 1)
+        return make(weight, None)
+    weight = dense(source.load(f"{spec.name}.weight"), "float32")
+    if spec.channels_first:
+        places = weight.reshape(len(weight), -1, merge**2)
+        weight = places.swapaxes(1, 2).reshape(len(weight), -1)
+    bias = dense(source.load(f"{spec.name}.bias"), "float32") if spec.bias else None
+    return make(weight, bias)
+
+
+def activated(x: Any, activation: Activation | None) -> Any:
+    """Apply an activation to an array (rows, columns) of either kind."""
+    if activation is None:
+        return x
+    if not isinstance(x, np.ndarray):
+        from torch.nn import functional
+
+        approximate = "tanh" if activation is Activation.GELU_TANH else "none"
+        if activation in (Activation.GELU, Activation.GELU_TANH):
+            return functional.gelu(x, approximate=approximate)
+        return {Activation.SILU: functional.silu, Activation.RELU: functional.relu}[activation](x)
+    return _IN_NUMPY[activation](x)
+
+
+def _gelu(x: Any) -> Any:
+    size = np.abs(x) * np.float32(0.5**0.5)
+    t = 1 / (1 + np.float32(_P) * size)
+    series = np.zeros_like(t)
+    for term in reversed(_TERMS):
+        series = (series + np.float32(term)) * t
+    erf = np.copysign(1 - series * np.exp(-size * size), x)
+    return x * (np.float32(0.5) * (1 + erf))
+
+
+def _gelu_tanh(x: Any) -> Any:
+    inner = np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)
+    return x * (np.float32(0.5) * (1 + np.tanh(inner)))
+
+
+_IN_NUMPY: dict[Activation, Callable[[Any], Any]] = {
+    Activation.GELU: _gelu,
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.SILU: lambda x: x / (1 + np.exp(-x)),
+    Activation.RELU: lambda x: np.maximum(x, 0),
+}

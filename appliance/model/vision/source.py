@@ -1,0 +1,175 @@
+"""Opens a checkpoint's vision tower: its description, and its tensors as the executors take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from appliance.errors import CheckpointError
+from appliance.kernels import arrays
+from appliance.model.families.family import Family
+from appliance.model.source import ModelSource
+from appliance.model.spec import AttentionSpec
+from appliance.model.vision.families.family import EMBEDDING, PROJECTOR, TOWER
+from appliance.model.vision.families.registry import tower_family
+from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder
+from appliance.quant.formats import open_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    from torch import Tensor
+
+    from appliance.kernels.weights.weight import Weight
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec
+    from appliance.model.vision.families.family import TowerFamily
+    from appliance.model.vision.spec import TowerSpec
+    from appliance.quant.formats import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSource:
+    """A tower whose weights can be read one by one.
+
+    Attributes:
+        layers: its layers as a decoder's, which the executors of decoders load.
+    """
+
+    spec: TowerSpec
+    layers: ModelSource
+
+    def load(self, name: str) -> Weight:
+        return self.layers.weights.load(name)
+
+
+def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
+    """Open the tower in a model's folder; None if its family's models have none.
+
+    Args:
+        in_torch: read tensors as torch's; otherwise as `HostArray`.
+
+    Raises:
+        CheckpointError: a setting is missing, or the tower's tensors are.
+        UnsupportedModelError: a setting is not supported.
+    """
+    folder = SafetensorsFolder(path, in_torch=in_torch)
+    family = tower_family(folder.config)
+    if family is None:
+        return None
+    spec = family.spec(folder.config, str(path / CONFIG_NAME))
+    weights = TowerWeights(open_weights(folder), family, spec, path.name)
+    described = Family(family.name, family.tower_type, (), _described, family.names)
+    config = dict(folder.config.get("vision_config") or {})
+    return TowerSource(spec, ModelSource(path, described, config, spec.layers, weights))
+
+
+def _described(config: ConfigReader) -> DecoderSpec:
+    raise AssertionError("a tower's layers are described by its own family")
+
+
+class TowerWeights:
+    """A `WeightReader` of a tower's tensors, by the names of its family.
+
+    Heads get elements that are 0 where the description has wider ones than the checkpoint.
+    """
+
+    def __init__(
+        self, weights: WeightReader, family: TowerFamily, spec: TowerSpec, origin: str
+    ) -> None:
+        self._weights = weights
+        self._hidden_size = spec.layers.hidden_size
+        attention = spec.layers.layers[0].mixer
+        assert isinstance(attention, AttentionSpec)
+        self._heads, self._width = attention.num_heads, attention.head_dim
+        present = weights.tensor_names()
+        self._stored = _stored_names(family, spec, present)
+        if not self._stored:
+            patch = f"{spec.patch.name}.weight".removeprefix(TOWER)
+            looked = ", ".join(f"{tower}{patch}" for tower, _ in family.places)
+            raise CheckpointError(
+                f"{origin}: {CONFIG_NAME} describes a vision tower, and none of its tensors is"
+                f" here: looked for {looked}; take the folder of the whole model, or serve it"
+                " without pictures"
+            )
+        names, count = family.names, len(spec.layers.layers)
+        within = [names.in_layer(index, part) for index in range(count) for part in names.qkv]
+        self._into_heads = {f"{name}.{kind}" for name in within for kind in ("weight", "bias")}
+        self._out_of_heads = {
+            f"{names.in_layer(index, names.output)}.weight" for index in range(count)
+        }
+
+    def tensor_names(self) -> list[str]:
+        return [f"{EMBEDDING}.weight", *self._stored]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name == f"{EMBEDDING}.weight":
+            return (1, self._hidden_size)
+        shape = self._weights.shape(self._stored[name])
+        wide = self._heads * self._width
+        if name in self._into_heads:
+            parts = max(1, shape[0] // self._hidden_size)
+            return (parts * wide, *shape[1:])
+        return (shape[0], wide) if name in self._out_of_heads else shape
+
+    def packed_bits(self, name: str) -> int | None:
+        return self._of(name, self._weights.packed_bits)
+
+    def group_size(self, name: str) -> int | None:
+        return self._of(name, self._weights.group_size)
+
+    def float_bits(self, name: str) -> int | None:
+        return self._of(name, self._weights.float_bits)
+
+    def _of(self, name: str, asked: Any) -> int | None:
+        found: int | None = asked(self._stored[name]) if name in self._stored else None
+        return found
+
+    def load(self, name: str) -> Weight:
+        if name == f"{EMBEDDING}.weight":
+            any_norm = self._weights.load(next(iter(self._stored.values())))
+            return arrays.like(any_norm, np.zeros((1, self._hidden_size), np.float32))
+        weight = self._weights.load(self._stored[name])
+        if name in self._into_heads:
+            return self._widened_rows(weight)
+        return self._widened_columns(weight) if name in self._out_of_heads else weight
+
+    def _widened_rows(self, weight: Tensor) -> Tensor:
+        parts = weight.shape[0] // self._hidden_size
+        narrow = self._hidden_size // self._heads
+        if narrow == self._width:
+            return weight
+        turned = weight.reshape(parts * self._heads, narrow, -1).swapaxes(1, 2)
+        wide = arrays.padded(turned, self._width - narrow).swapaxes(1, 2)
+        return wide.reshape(-1, *weight.shape[1:])
+
+    def _widened_columns(self, weight: Tensor) -> Tensor:
+        narrow = self._hidden_size // self._heads
+        parts = weight.reshape(weight.shape[0], self._heads, narrow)
+        return arrays.padded(parts, self._width - narrow).reshape(weight.shape[0], -1)
+
+    def notes(self) -> tuple[str, ...]:
+        return self._weights.notes()
+
+
+def _stored_names(family: TowerFamily, spec: TowerSpec, present: list[str]) -> dict[str, str]:
+    """Return the stored names of a tower's tensors by the family's; none if they are not here."""
+    first = f"{spec.patch.name}.weight".removeprefix(TOWER)
+    stored = set(present)
+    for tower, projector in family.places:
+        if f"{tower}{first}" not in stored:
+            continue
+        found = {
+            TOWER + name.removeprefix(tower): name for name in present if name.startswith(tower)
+        }
+        if projector:
+            found |= {
+                PROJECTOR + name.removeprefix(projector): name
+                for name in present
+                if name.startswith(projector)
+            }
+        return found
+    return {}

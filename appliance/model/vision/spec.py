@@ -1,0 +1,121 @@
+"""A vision tower as plain frozen data: patches, positions, layers, and the way into a decoder.
+
+The layers are those of a decoder whose rows see all others of their picture, and both executors of
+decoders run them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.kernels.activation import Activation
+    from appliance.model.spec import DecoderSpec, NormSpec
+
+
+class Resize(Enum):
+    """How a table of learned positions fits a picture's grid of another size."""
+
+    CORNERS = "corners"  # bilinear, corners on corners
+    AREA = "area"  # bilinear between the middles of cells, over more of them where it shrinks
+    BILINEAR = "bilinear"  # between the middles of cells
+    BICUBIC = "bicubic"  # between the middles of cells, a = -0.75, borders repeated
+    NEAREST = "nearest"  # the cell that a patch's corner lies in, as a share of its side
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTable:
+    """Learned positions, (side * side, hidden_size), row by row.
+
+    Attributes:
+        name: of the tensor, in full.
+    """
+
+    name: str
+    side: int
+    resize: Resize
+
+
+@dataclass(frozen=True, slots=True)
+class PatchSpec:
+    """The linear of a patch's pixels.
+
+    Attributes:
+        name: of the linear, without `.weight`.
+        size: pixels of a side.
+        frames: of a film that share a patch; a picture is its own frame so many times.
+        channels_last: pixels are ordered by row, column, channel; else by channel, row, column.
+    """
+
+    name: str
+    size: int
+    bias: bool = True
+    frames: int = 1
+    channels_last: bool = False
+
+    @property
+    def inputs(self) -> int:
+        return 3 * self.size * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorLinear:
+    """A linear of a projector, and what follows it.
+
+    Attributes:
+        name: without `.weight`.
+        stored_transposed: inputs before outputs, under the name alone.
+        channels_first: inputs are ordered by channel, then by the patch's place in its cell.
+    """
+
+    name: str
+    bias: bool = True
+    activation: Activation | None = None
+    stored_transposed: bool = False
+    channels_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorSpec:
+    """The way from a tower's patches into a decoder's stream, cell by cell.
+
+    y = linears(norm(patches of a cell, side by side)), or of their mean.
+
+    Attributes:
+        averages: a cell is the mean of its patches.
+        norm: of a cell; None without one.
+        norm_name: without `.weight`.
+    """
+
+    linears: tuple[ProjectorLinear, ...]
+    averages: bool = False
+    norm: NormSpec | None = None
+    norm_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """A vision tower.
+
+    A cell is a square of patches that becomes one row of the decoder. Patches come cell by cell,
+    cells row by row, so that cells are runs of rows.
+
+    Attributes:
+        layers: the tower's layers and last norm, as those of a decoder that only reads.
+        merge: patches on a cell's side.
+        taps: of layers, by index, whose output goes through a projector of its own into what is
+            added behind the decoder's first layers (DeepStack).
+        first_norm: of the patches' embeddings with their positions; None without one.
+        first_norm_name: without `.weight`.
+    """
+
+    layers: DecoderSpec
+    patch: PatchSpec
+    table: PositionTable | None
+    merge: int
+    projector: ProjectorSpec
+    taps: tuple[tuple[int, ProjectorSpec], ...] = ()
+    first_norm: NormSpec | None = None
+    first_norm_name: str = ""
