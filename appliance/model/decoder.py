@@ -19,7 +19,7 @@ from appliance.model.spec import LatentAttentionSpec
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -111,6 +111,24 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step up to the head; see `Executor.hidden`."""
+        for hidden, _ in self.after_each_layer(token_ids, positions, batch, cache, rows):
+            pass
+        return hidden
+
+    def after_each_layer(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: KVCache,
+        rows: Tensor | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run one step up to the head, layer by layer.
+
+        Yields:
+            What the next layer, or the head, reads, and the stream: (num_tokens, hidden_size) each,
+            after the last layer of `rows` alone.
+        """
         stream = self.embedding(token_ids)  # (num_tokens, hidden_size)
         given = batch.given
         if given is not None:
@@ -150,7 +168,7 @@ class Decoder:
                 stream = given.added(stream, index)
                 hidden = layer.normed(stream)
             self.on_layer()
-        return hidden
+            yield hidden, stream
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Kept:
+class StepKeys:
     """A step's keys and values in one layer, in place of blocks; the next layer replaces them."""
 
     num_kv_heads: int
@@ -70,7 +70,7 @@ class DecoderReader:
         """Return the hidden states of all tokens, (num_tokens, hidden_size)."""
         decoder, lengths = self.decoder, texts.lengths
         mixer = next(iter(decoder.spec.attention_layers.values()))
-        kept = cast("LayerCache", _Kept(mixer.num_kv_heads))
+        kept = cast("LayerCache", StepKeys(mixer.num_kv_heads))
         tables = [range(start, start + n) for start, n in zip(texts.starts, lengths, strict=False)]
         batch = RaggedBatch.of(lengths, lengths, tables, block_size=1, device=decoder.device)
         ids, positions = (
@@ -98,16 +98,16 @@ def load_decoder_reader(
 ) -> DecoderReader:
     """Read the weights; arguments and errors as for `load_encoder`."""
     mixer = next(iter(source.spec.attention_layers.values()))
-    backend = _without_cache(select_backend(device), mixer.looks_ahead)
+    backend = without_cache(select_backend(device), mixer.looks_ahead)
     decoder = load_decoder(source, backend, device, dtype, on_progress)
     return DecoderReader(replace(decoder, on_layer=on_layer), score_row(source))
 
 
-def _without_cache(backend: Backend, looks_ahead: bool) -> Backend:
+def without_cache(backend: Backend, looks_ahead: bool) -> Backend:
     """Return a backend whose attention is within the texts of a step."""
 
     def keep(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        kept = cast("_Kept", cache)
+        kept = cast("StepKeys", cache)
         kept.keys, kept.values = key, value
 
     def plan(batch: RaggedBatch, block_size: int) -> RaggedBatch:
@@ -124,7 +124,7 @@ def _without_cache(backend: Backend, looks_ahead: bool) -> Backend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert sinks is None, "refused when it was opened"
-        kept, batch = cast("_Kept", cache), cast("RaggedBatch", work)
+        kept, batch = cast("StepKeys", cache), cast("RaggedBatch", work)
         before = None if window is None else window - 1
         after = before if looks_ahead else 0
         return attend_by_runs(

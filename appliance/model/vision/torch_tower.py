@@ -1,0 +1,78 @@
+"""Runs a vision tower's layers in torch: on a GPU, and on a CPU without the C library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from appliance.kernels.backend import select_backend
+from appliance.kernels.cache.decoder_cache import KVCache
+from appliance.kernels.rows.ragged import GivenRows, RaggedBatch
+from appliance.model.encoder.decoder_loader import StepKeys, without_cache
+from appliance.model.encoder.encoder import BiasedLinear
+from appliance.model.loader import load_decoder
+from appliance.model.vision.tower import make_tower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from appliance.kernels.cache.kv_cache import LayerCache
+    from appliance.model.decoder import Decoder
+    from appliance.model.vision.source import TowerSource
+    from appliance.model.vision.tower import Tower
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayers:
+    """A tower's layers in torch; see `tower.Layers`."""
+
+    decoder: Decoder
+
+    @torch.inference_mode()
+    def __call__(
+        self, stream: Tensor, axes: NDArray[np.int64], lengths: Sequence[int], taps: Sequence[int]
+    ) -> tuple[Any, Any | None]:
+        device, count = self.decoder.device, len(stream)
+        starts = [sum(lengths[:place]) for place in range(len(lengths))]
+        tables = [range(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+        batch = RaggedBatch.of(lengths, lengths, tables, block_size=1, device=device)
+        rows = torch.arange(count, dtype=torch.int32, device=device)
+        turned = torch.from_numpy(axes).to(device)
+        batch = replace(batch, given=GivenRows(rows, stream), axes=turned)
+        mixer = next(iter(self.decoder.spec.attention_layers.values()))
+        kept = cast("LayerCache", StepKeys(mixer.num_kv_heads))
+        cache = KVCache((kept,) * len(self.decoder.spec.layers))
+        ids = torch.zeros(count, dtype=torch.int64, device=device)
+        tapped = []
+        after = self.decoder.after_each_layer(ids, ids, batch, cache)
+        for index, (hidden, each) in enumerate(after):
+            if index in taps:
+                tapped.append(each.float())
+        return hidden.float(), torch.stack(tapped, 1) if tapped else None
+
+
+def load_torch_tower(
+    source: TowerSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Tower:
+    """Read a tower's weights in torch; arguments and errors as for `load_native_tower`.
+
+    Args:
+        source: opened in torch.
+        dtype: of weights and activations of the layers; what is around them is float32.
+    """
+    backend = without_cache(select_backend(device), looks_ahead=True)
+    decoder = load_decoder(source.layers, backend, device, dtype, on_progress)
+
+    def make(weight: Tensor, bias: Tensor | None) -> BiasedLinear:
+        return BiasedLinear(weight.to(device), None if bias is None else bias.to(device))
+
+    return make_tower(source, TorchLayers(decoder), make)
