@@ -374,6 +374,12 @@ class DecoderSpec:
     state_format: StateFormat = StateFormat.FP32
 
     @property
+    def has_axes(self) -> bool:
+        """True if rows rotate by positions in time, height and width; see `RopeSpec.sections`."""
+        mixers = self.attention_layers.values()
+        return any(mixer.rope.sections is not None for mixer in mixers)
+
+    @property
     def num_embedded(self) -> int:
         return self.read_tokens or self.vocab_size
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.limits import reason_to_finish
+from appliance.engine.nouns.picture import RowAxes
 from appliance.engine.nouns.plan import Update
 from appliance.engine.nouns.request import FinishReason
 
@@ -49,6 +50,7 @@ class Sequence:
         pooled: sum of these positions' hidden states, for their mean.
         num_kept: while it waits after a preemption, leading tokens whose blocks are kept.
         num_alike: when it started, leading tokens in cached blocks, even without a state.
+        axes: positions in time, height and width of its rows; None without pictures.
         block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
         parent: sibling whose prompt blocks it forks once they are computed.
@@ -72,6 +74,7 @@ class Sequence:
     num_accepted: int = 0
     num_kept: int = 0
     num_alike: int = 0
+    axes: RowAxes | None = field(init=False)
     block_table: array[int] = field(default_factory=partial(array, "i"))
     block_hashes: list[bytes] = field(default_factory=list)
     parent: Sequence | None = None
@@ -86,10 +89,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        pictures = self.request.pictures
+        self.axes = None if pictures is None else RowAxes.of(pictures)
         most = self.request.sampling.max_tokens
         self.max_tokens = sys.maxsize if most is None else self.num_prompt_tokens + most
         if not self.token_ids:
-            self.token_ids = list(self.request.prompt_token_ids)
+            self.token_ids = self.request.ids()
         if self.index == 0:
             self.to_read = self.request.to_read
             self.num_read = self.to_read.start

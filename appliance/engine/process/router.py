@@ -112,7 +112,7 @@ def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
     """Return the prefix cache's hashes of a prompt's full blocks."""
     found: list[bytes] = []
     num_blocks = len(request.prompt_token_ids) // block_size
-    extend_chain(found, chain_root(request), request.prompt_token_ids, block_size, num_blocks)
+    extend_chain(found, chain_root(request), request.ids(), block_size, num_blocks)
     return found
 
 

@@ -48,6 +48,7 @@ def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> Ste
         num_tiles=geometry.num_tiles,
         num_spans=geometry.num_spans,
         num_chunks=geometry.num_chunks,
+        has_axes=geometry.has_axes,
     )
 
 
@@ -87,7 +88,11 @@ def _fill(
         np.add(counting(num_tokens), first_source, out=arrays["sources"])
     following: list[int] = []
     sources: list[int] = []
-    for sequence, start, rows, samples, follows, _, drafts in scheduled:
+    with_pictures: list[tuple[int, ScheduledSequence]] = []  # and their first rows
+    for entry in scheduled:
+        sequence, start, rows, samples, follows, _, drafts = entry
+        if sequence.request.pictures is not None:
+            with_pictures.append((len(token_ids) + padding * (rows > 1), entry))
         if follows:
             following.append(len(token_ids))
             sources.append(places[sequence])
@@ -104,13 +109,17 @@ def _fill(
     if following:
         arrays["sources"][following] = sources
     num_filled = len(token_ids)
-    arrays["token_ids"][:num_filled] = token_ids
+    # The rows of pictures have no token.
+    tokens = np.maximum(token_ids, 0) if with_pictures else token_ids
+    arrays["token_ids"][:num_filled] = tokens
     count = len(sample_rows)
     arrays["sample_rows"][:count] = sample_rows
     if geometry.size is not None:
         arrays["token_ids"][num_filled:] = 0
         arrays["sample_rows"][count:] = 0
     _fill_places(arrays, geometry)
+    if geometry.has_axes:
+        _fill_axes(arrays, with_pictures)
     if geometry.num_spans:
         assert geometry.state_slots is not None
         assert geometry.spare is not None
@@ -180,6 +189,17 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry) -> None
     moves = np.stack((opened, last), axis=1)
     moves[(contexts % size > 0) | (contexts == 0)] = -1
     arrays["moves"].reshape(-1, 2)[:] = moves
+
+
+def _fill_axes(
+    arrays: Mapping[str, NDArray[Any]], with_pictures: list[tuple[int, ScheduledSequence]]
+) -> None:
+    """Write the positions that rows rotate by: other than their places behind a picture's start."""
+    axes = arrays["axes"].reshape(3, -1)
+    axes[:] = arrays["positions"]
+    for row, entry in with_pictures:
+        assert entry.sequence.axes is not None
+        axes[:, row : row + entry.num_tokens] = entry.sequence.axes(entry.start, entry.end)
 
 
 def _fill_tables(tables: NDArray[Any], block_tables: Sequences[array[int]]) -> None:

@@ -64,11 +64,12 @@ class DraftExecutor:
             block_size=self.cache.block_size,
             device=self._executor.device,
         )
-        # The served model may have a few more tokens; drafts after one of them are bad guesses.
+        # The served model may have a few more tokens, and rows of pictures have none; drafts after
+        # one of them are bad guesses.
         most = self._executor.spec.num_embedded - 1
         logits = self._logits(
             rows,
-            torch.tensor(token_ids).clamp(max=most),
+            torch.tensor(token_ids).clamp(0, most),
             torch.tensor(positions),
             batch,
             torch.tensor(wanted, dtype=torch.int64),

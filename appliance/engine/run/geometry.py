@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.plan import Plan
     from appliance.engine.run.cuda_graphs import StepSize
     from appliance.engine.run.staging import StepTensors
+    from appliance.kernels.rows.ragged import GivenRows
     from appliance.model.adapters.adapter import AdapterSlots
 
 
@@ -50,6 +51,7 @@ class Geometry:
         block_size: token slots.
         num_decodes: leading sequences with one row, or with up to `size.rows_each`.
         has_drafts: rows verify drafts, which may follow those of prompts.
+        has_axes: rows rotate by positions in time, height and width.
         padding: number of padding sequences with a row, the last of these.
         spare: of a padded step.
         size: the padded size.
@@ -68,6 +70,7 @@ class Geometry:
     state_slots: Sequences[int] | None = None  # with recurrent layers
     adapter_slots: Sequences[int] | None = None  # negative without one; None if no sequence has one
     has_drafts: bool = False
+    has_axes: bool = False
 
     @classmethod
     def of(
@@ -78,6 +81,7 @@ class Geometry:
         size: StepSize | None = None,
         *,
         may_adapt: bool = False,
+        has_axes: bool = False,
     ) -> Geometry:
         """Lay out a plan's entries, padded to a size with the spare block.
 
@@ -116,6 +120,7 @@ class Geometry:
                 state_slots=state_slots,
                 adapter_slots=adapter_slots,
                 has_drafts=any(entry.drafts for entry in plan.scheduled),
+                has_axes=has_axes,
             )
         assert spare is not None
         assert size.is_adapted or adapter_slots is None
@@ -150,6 +155,7 @@ class Geometry:
             state_slots=state_slots,
             adapter_slots=adapter_slots,
             has_drafts=size.draft_rows > 0,
+            has_axes=has_axes,
         )
 
     @property
@@ -182,7 +188,11 @@ class Geometry:
         return most_chunks(self.size.prompt_rows, self.num_spans - self.num_decodes)
 
     def ragged(
-        self, tensors: StepTensors, block_tables: Tensor, adapters: AdapterSlots | None = None
+        self,
+        tensors: StepTensors,
+        block_tables: Tensor,
+        adapters: AdapterSlots | None = None,
+        given: GivenRows | None = None,
     ) -> RaggedBatch:
         """Combine it with the step's tensors on the device, and the executor's adapters."""
         return RaggedBatch(
@@ -201,6 +211,8 @@ class Geometry:
             prefill_tiles=None if tensors.tiles is None else tensors.tiles.view(-1, 2),
             span_rows=tensors.spans,
             prompts_from=self.prompts_from,
+            given=given,
+            axes=None if tensors.axes is None else tensors.axes.view(3, -1),
         )
 
     def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:
@@ -247,6 +259,7 @@ def largest_step(
     is_recurrent: bool = False,
     is_padded: bool = True,
     is_adapted: bool = False,
+    has_axes: bool = False,
 ) -> StepShape:
     """Return the sizes of the largest step, with tables for all blocks of a context.
 
@@ -277,6 +290,7 @@ def largest_step(
         num_tiles=tiles,
         num_spans=spans,
         num_chunks=most_chunks(rows, spans) if spans else 0,
+        has_axes=has_axes,
     )
 
 

@@ -81,7 +81,12 @@ class GraphedSteps(Generic[AnyCache]):
             (num_samples, executor.spec.vocab_size), dtype=torch.float32, device=where
         )
         self._drawn = torch.empty(num_samples, dtype=torch.int64, device=where)
-        self._geometry = Geometry.of(Plan(()), cache.block_size, spare, sizes[0])
+        self._has_axes = executor.spec.has_axes
+        self._geometry = self._of_padding(sizes[0])
+
+    def _of_padding(self, size: StepSize) -> Geometry:
+        block_size, has_axes = self._cache.block_size, self._has_axes
+        return Geometry.of(Plan(()), block_size, self.spare, size, has_axes=has_axes)
 
     def size_of(self, plan: Plan) -> StepSize | None:
         """Return the captured size to which a plan is padded; None leaves it unpadded."""
@@ -156,7 +161,7 @@ class GraphedSteps(Generic[AnyCache]):
 
     def _capture(self, size: StepSize) -> None:
         """Capture a step of padding rows only: the eager run before the capture changes nothing."""
-        geometry = Geometry.of(Plan(()), self._cache.block_size, self.spare, size)
+        geometry = self._of_padding(size)
         shape = shape_of((), geometry)
         stage((), geometry, self._staging, self._sampler, {})
         self._place_tables(shape, self._staging.send(shape))

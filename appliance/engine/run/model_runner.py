@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device, Event
     from appliance.engine.run.graphed_steps import GraphedSteps
     from appliance.engine.run.hidden_rows import HiddenRows
+    from appliance.engine.run.encoded_pictures import EncodedPictures
     from appliance.engine.run.moves import BlockMoves, OwnCacheRows, StateRows
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampled_rows import SampledRows
@@ -58,6 +59,7 @@ class ModelRunner(Generic[AnyCache]):
         states: the rows of recurrent state; None without recurrent layers.
         adapters: requests' adapters, if they may have any.
         kept: keeps the hidden states that a draft head reads; None without one.
+        pictures: embeddings of pictures' rows; None if requests may have none.
         graph_bytes: memory limit of graphs.
 
     Attributes:
@@ -80,6 +82,7 @@ class ModelRunner(Generic[AnyCache]):
         states: StateRows | OwnCacheRows | None = None,
         adapters: AdapterSlots | None = None,
         kept: HiddenRows | None = None,
+        pictures: EncodedPictures | None = None,
         graph_bytes: int = 0,
     ) -> None:
         self.executor = executor
@@ -91,6 +94,8 @@ class ModelRunner(Generic[AnyCache]):
         self._states = states
         self._adapters = adapters
         self._kept = kept
+        self._pictures = pictures
+        self._has_axes = executor.spec.has_axes
         largest = largest_step(
             limits,
             cache.block_size,
@@ -98,6 +103,7 @@ class ModelRunner(Generic[AnyCache]):
             is_recurrent=states is not None,
             is_padded=device.is_asynchronous,
             is_adapted=adapters is not None,
+            has_axes=self._has_axes,
         )
         self._staging = Staging(device, largest)
         self.graphed: GraphedSteps[AnyCache] | None = None
@@ -182,10 +188,18 @@ class ModelRunner(Generic[AnyCache]):
         """Put a step's work into the device's queue; wait for none of it."""
         reading = PromptReading.of(plan)
         may_adapt = self._adapters is not None
-        graphed = self.graphed if reading is None else None
+        given = None if self._pictures is None else self._pictures.given(plan.scheduled)
+        graphed = self.graphed if reading is None and given is None else None
         size = None if graphed is None else graphed.size_of(plan)
         spare = None if graphed is None else graphed.spare
-        geometry = Geometry.of(plan, self.cache.block_size, spare, size, may_adapt=may_adapt)
+        geometry = Geometry.of(
+            plan,
+            self.cache.block_size,
+            spare,
+            size,
+            may_adapt=may_adapt,
+            has_axes=self._has_axes,
+        )
         shape, settings = stage(
             plan.scheduled, geometry, self._staging, self._sampler, self._places
         )
@@ -194,7 +208,7 @@ class ModelRunner(Generic[AnyCache]):
         if graphed is None or size is None:
             token_ids = self._staging.token_ids(shape)
             rows = tensors.sample_rows
-            batch = geometry.ragged(tensors, tensors.block_tables, self._adapters)
+            batch = geometry.ragged(tensors, tensors.block_tables, self._adapters, given)
             step = (token_ids, tensors.positions, batch, self.cache)
             if reading is None and self._kept is None:
                 logits = self.executor.forward(*step, rows)

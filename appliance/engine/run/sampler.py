@@ -318,8 +318,10 @@ class SeenTokens:
             begin = 0 if window is None else max(0, entry.end - window)
             tokens = np.array(entry.sequence.token_ids[begin : entry.end])
             num_prompt_tokens = entry.sequence.num_prompt_tokens if window is None else 0
-            prompt = np.unique(tokens[:num_prompt_tokens])
-            answer, counts = np.unique(tokens[num_prompt_tokens:], return_counts=True)
+            is_token = tokens >= 0  # rows of pictures have none
+            prompt = np.unique(tokens[:num_prompt_tokens][is_token[:num_prompt_tokens]])
+            rest = tokens[num_prompt_tokens:][is_token[num_prompt_tokens:]]
+            answer, counts = np.unique(rest, return_counts=True)
             ids = np.concatenate((prompt, answer))
             values = np.concatenate((np.full(len(prompt), IN_PROMPT), counts))
             parts.append(np.stack((np.full(len(ids), place), ids, values)))

@@ -49,6 +49,7 @@ class StepShape(NamedTuple):
     num_tiles: int = 0  # of prompts, in a padded step
     num_spans: int = 0  # of rows that pass through states, in a padded step
     num_chunks: int = 0  # of these spans
+    has_axes: bool = False  # with positions in time, height and width
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """Return element type and count of each part, in order."""
@@ -58,6 +59,7 @@ class StepShape(NamedTuple):
             # Index of each row's token in `Staging.latest`, followed by the token ids.
             "sources": (np.int64, tokens),
             "positions": (np.int64, tokens),
+            **({"axes": (np.int64, 3 * tokens)} if self.has_axes else {}),
             "slot_mapping": (np.int64, tokens),
             "query_start": (np.int32, seqs + 1),
             "context_lens": (np.int32, seqs),
@@ -137,6 +139,7 @@ class StepTensors:
     adapter_slots: Tensor | None = None  # (num_seqs,), with adapters
     tiles: Tensor | None = None  # (2 * num_tiles,), see `RaggedBatch.prefill_tiles`
     spans: SpanRows | None = None
+    axes: Tensor | None = None  # (3 * num_tokens,), see `RaggedBatch.axes`
 
 
 @dataclass(slots=True)

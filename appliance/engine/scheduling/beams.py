@@ -143,7 +143,7 @@ class BeamGroup(SequenceGroup):
         for member in self._members:
             if member not in chosen:
                 self._blocks.free(member)
-                member.token_ids = list(member.request.prompt_token_ids)
+                member.token_ids = member.request.ids()
                 member.block_hashes = []
                 member.is_held = True
             elif chosen[member][0] is member:

@@ -84,6 +84,8 @@ class SuffixProposer:
         begin = len(history)
         added = sequence.token_ids[begin : begin + min(READ_PER_STEP, self._room)]
         if added:
+            if sequence.request.pictures is not None:  # rows without a token
+                added = [max(token_id, SEPARATOR) for token_id in added]
             history.extend(added)
             self._room -= len(added)
         return history

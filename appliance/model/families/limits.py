@@ -68,6 +68,7 @@ RANGES: dict[str, Range] = {
     "num_position_embeddings": Range(1, 2**20),
     "mm_tokens_per_image": Range(1, 2**14),
     "spatial_merge_size": Range(1, 16),
+    "mrope_section": _HEAD_WIDTH,
     "scale_factor": Range(1, 16),
     "downsample_factor": Range(1, 16),
     "depth": _LAYERS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.weights.weight import Weight
     from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, LayerSpec
     from appliance.model.vision.families.family import TowerFamily
     from appliance.model.vision.spec import TowerSpec
     from appliance.quant.formats import WeightReader
@@ -65,6 +65,29 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
     described = Family(family.name, family.tower_type, (), _described, family.names)
     config = dict(folder.config.get("vision_config") or {})
     return TowerSource(spec, ModelSource(path, described, config, spec.layers, weights))
+
+
+def with_axes(source: ModelSource, tower: TowerSource) -> ModelSource:
+    """Return a decoder that rotates the rows of pictures as the tower's family has it."""
+    axes = tower.spec.text_axes
+    if axes is None:
+        return source
+
+    def turned(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            return layer
+        rope = replace(mixer.rope, sections=axes.sections, interleaved=axes.interleaved)
+        if len(rope.axes) != rope.rotary_dim // 2:
+            raise CheckpointError(
+                f"{source.path.name}: mrope_section {list(axes.sections)} is of another number of"
+                f" frequencies than the {rope.rotary_dim // 2} of a head; take the config.json of"
+                " its makers"
+            )
+        return replace(layer, mixer=replace(mixer, rope=rope))
+
+    layers = tuple(map(turned, source.spec.layers))
+    return replace(source, spec=replace(source.spec, layers=layers))
 
 
 def _described(config: ConfigReader) -> DecoderSpec:

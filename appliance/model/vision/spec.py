@@ -96,6 +96,14 @@ class ProjectorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TextAxes:
+    """How the decoder's frequencies are divided among time, height and width; see `RopeSpec`."""
+
+    sections: tuple[int, int, int]
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TowerSpec:
     """A vision tower.
 
@@ -107,6 +115,7 @@ class TowerSpec:
         merge: patches on a cell's side.
         taps: of layers, by index, whose output goes through a projector of its own into what is
             added behind the decoder's first layers (DeepStack).
+        text_axes: of a decoder whose rows have three positions; None if they have one.
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
     """
@@ -117,5 +126,6 @@ class TowerSpec:
     merge: int
     projector: ProjectorSpec
     taps: tuple[tuple[int, ProjectorSpec], ...] = ()
+    text_axes: TextAxes | None = None
     first_norm: NormSpec | None = None
     first_norm_name: str = ""

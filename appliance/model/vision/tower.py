@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PatchGrid:
     """What a tower is given of a picture, or of a tile of one.
 
     Attributes:
@@ -58,6 +58,24 @@ class PictureRows:
 
     embeddings: Any
     addends: Any | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeddings.nbytes + (0 if self.addends is None else self.addends.nbytes)
+
+    def between(self, first: int, last: int) -> PictureRows:
+        """Return some of the rows."""
+        addends = None if self.addends is None else self.addends[:, first:last]
+        return PictureRows(self.embeddings[first:last], addends)
+
+    @classmethod
+    def joined(cls, parts: Sequence[PictureRows]) -> PictureRows:
+        """Join the rows of tiles."""
+        addends = [part.addends for part in parts if part.addends is not None]
+        return cls(
+            arrays.cat([part.embeddings for part in parts]),
+            arrays.cat(addends, dim=1) if addends else None,
+        )
 
 
 class Layers(Protocol):
@@ -90,7 +108,7 @@ class Tower:
     projector: Projector
     taps: tuple[Projector, ...]
 
-    def __call__(self, pictures: Sequence[Picture]) -> list[PictureRows]:
+    def __call__(self, pictures: Sequence[PatchGrid]) -> list[PictureRows]:
         """Encode pictures; each result depends on its picture alone."""
         merge = self.spec.merge
         stream = [self.patches(one.patches, one.rows, one.columns) for one in pictures]

@@ -15,7 +15,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.vision.positions import patch_places
 from appliance.model.vision.source import open_tower
 from appliance.model.vision.torch_tower import load_torch_tower
-from appliance.model.vision.tower import Picture, load_native_tower
+from appliance.model.vision.tower import PatchGrid, load_native_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,13 +177,13 @@ def assert_rows(tower: Tower, case: Case, model: Any) -> None:
         assert not is_native or np.array_equal(alone.embeddings, rows.embeddings)
 
 
-def as_picture(grid: np.ndarray, tower: Tower) -> Picture:
+def as_picture(grid: np.ndarray, tower: Tower) -> PatchGrid:
     rows, columns = grid.shape[:2]
     places = patch_places(rows, columns, tower.spec.merge)
     patches = grid[places[0], places[1]]
     if tower.spec.patch.channels_last:
         patches = patches.transpose(0, 2, 3, 1)
-    return Picture(np.ascontiguousarray(patches.reshape(len(patches), -1)), rows, columns)
+    return PatchGrid(np.ascontiguousarray(patches.reshape(len(patches), -1)), rows, columns)
 
 
 def native_tower(folder: Path) -> Tower:

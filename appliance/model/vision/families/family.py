@@ -32,18 +32,6 @@ _MOST_ROWS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class RowPositions:
-    """How a decoder counts the rows of a picture in three numbers (M-RoPE).
-
-    Attributes:
-        interleaved: as in `RopeSpec`.
-    """
-
-    sections: tuple[int, int, int]
-    interleaved: bool
-
-
-@dataclass(frozen=True, slots=True)
 class TowerFamily:
     """Towers with the same config and tensor names.
 

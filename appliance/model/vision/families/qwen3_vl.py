@@ -20,6 +20,7 @@ from appliance.model.vision.spec import (
     ProjectorLinear,
     ProjectorSpec,
     Resize,
+    TextAxes,
     TowerSpec,
 )
 
@@ -27,6 +28,21 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
 
 _NORM = NormSpec(1e-6, centered=True)  # of all norms, in the class's code
+
+
+# What the classes take where the settings have no sections.
+_SECTIONS = {"qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20)}
+_SECTIONS_OF_3_5 = (11, 11, 10)
+
+
+def _text_axes(whole: ConfigReader) -> TextAxes:
+    """Read the sections; the class interleaves them, whatever the settings say."""
+    text = whole.section("text_config")
+    rope = text.section("rope_parameters" if "rope_parameters" in text else "rope_scaling")
+    time, height, width = _SECTIONS.get(whole.text("model_type"), _SECTIONS_OF_3_5)
+    if rope.is_given("mrope_section"):
+        time, height, width = rope.integers("mrope_section", 3)
+    return TextAxes((time, height, width), interleaved=True)
 
 
 def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
@@ -53,6 +69,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             Resize.CORNERS,
         ),
         merge=config.integer("spatial_merge_size"),
+        text_axes=_text_axes(whole),
         projector=_merger(f"{TOWER}merger."),
         taps=tuple(
             (tap, _merger(f"{TOWER}deepstack_merger_list.{place}.", normed=True))

@@ -1,0 +1,119 @@
+"""Rows that pictures became, kept by content, and given to the steps that read them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from appliance.kernels import arrays
+from appliance.kernels.rows.ragged import GivenRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Sequences
+
+    from appliance.engine.nouns.picture import CanvasPixels
+    from appliance.engine.nouns.plan import ScheduledSequence
+    from appliance.engine.nouns.request import Request
+    from appliance.engine.run.device import Device
+    from appliance.model.vision.tower import PictureRows
+
+
+class EncodedPictures:
+    """Keeps what a tower made of pictures, the least recently used up to a limit.
+
+    Rows that a live request may need stay beyond it.
+
+    Args:
+        encode: runs the tower.
+        live: ids of the requests that may need their rows yet.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[CanvasPixels], PictureRows],
+        device: Device,
+        live: Callable[[], set[str]],
+        *,
+        limit_bytes: int,
+    ) -> None:
+        self._encode = encode
+        self._device = device
+        self._live = live
+        self._limit_bytes = limit_bytes
+        self._rows: OrderedDict[bytes, PictureRows] = OrderedDict()
+        self._users: dict[str, frozenset[bytes]] = {}
+        self.num_bytes = 0
+        self.num_encoded = 0
+        self.num_hits = 0
+
+    def missing(self, request: Request) -> list[CanvasPixels]:
+        """Return the pictures of a request to encode before it starts; keep the others for it."""
+        assert request.pictures is not None
+        canvases = {canvas.key: canvas for canvas in request.pictures.canvases}
+        self._users[request.request_id] = frozenset(canvases)
+        for key in canvases.keys() & self._rows.keys():
+            self._rows.move_to_end(key)
+            self.num_hits += 1
+        return [canvas for key, canvas in canvases.items() if key not in self._rows]
+
+    def forget(self, request_id: str) -> None:
+        self._users.pop(request_id, None)
+
+    def put(self, key: bytes, rows: PictureRows) -> None:
+        """Keep a picture's rows, and drop others beyond the limit."""
+        if key not in self._rows:
+            self.num_bytes += rows.nbytes
+            self.num_encoded += 1
+        self._rows[key] = rows
+        if self.num_bytes > self._limit_bytes:
+            self._drop()
+
+    def _drop(self) -> None:
+        live = self._live()
+        self._users = {one: keys for one, keys in self._users.items() if one in live}
+        needed = frozenset().union(*self._users.values())
+        for key in [key for key in self._rows if key not in needed]:
+            if self.num_bytes <= self._limit_bytes:
+                return
+            self.num_bytes -= self._rows.pop(key).nbytes
+
+    def given(self, scheduled: Sequences[ScheduledSequence]) -> GivenRows | None:
+        """Return the embeddings of a step's rows of pictures; None if it has none."""
+        parts: list[PictureRows] = []
+        places: list[tuple[int, range, int]] = []  # first row, rows and their first embedding
+        row, count = 0, 0
+        for entry in scheduled:
+            for rows, canvas, first in _of_entry(entry):
+                found = self._of(canvas)
+                parts.append(found.between(first, first + len(rows)))
+                places.append((row + rows.start - entry.start, rows, count))
+                count += len(rows)
+            row += entry.num_tokens
+        if not parts:
+            return None
+        sources = np.full(row, -1, dtype=np.int32)
+        for begin, rows, place in places:
+            sources[begin : begin + len(rows)] = np.arange(place, place + len(rows))
+        addends = [part.addends for part in parts if part.addends is not None]
+        return GivenRows(
+            self._device.send(sources),
+            arrays.cat([part.embeddings for part in parts]),
+            arrays.cat(addends, dim=1) if addends else None,
+        )
+
+    def _of(self, canvas: CanvasPixels) -> PictureRows:
+        if canvas.key not in self._rows:  # dropped before a sequence that gave way starts again
+            self.put(canvas.key, self._encode(canvas))
+        return self._rows[canvas.key]
+
+
+def _of_entry(entry: ScheduledSequence) -> Iterable[tuple[range, Any, int]]:
+    """Yield an entry's rows of pictures, as places in the prompt, with their canvas and cell."""
+    pictures = entry.sequence.request.pictures
+    if pictures is None:
+        return
+    for rows, span in pictures.within(entry.start, entry.start + entry.num_own):
+        yield rows, pictures.canvases[span.canvas], span.first + rows.start - span.start

@@ -1,0 +1,40 @@
+"""Turns the pixels of a picture into rows: patches, the tower, one result for all tiles."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from appliance.media.patches import patches
+from appliance.model.vision.tower import PatchGrid, PictureRows
+
+if TYPE_CHECKING:
+    from appliance.engine.nouns.picture import CanvasPixels
+    from appliance.media.spec import ImageProcessorSpec
+    from appliance.model.vision.tower import Tower
+
+
+@dataclass(frozen=True, slots=True)
+class PictureEncoder:
+    """A tower, and what comes before it; safe in any thread.
+
+    Attributes:
+        processor: of the pixels.
+    """
+
+    tower: Tower
+    processor: ImageProcessorSpec
+    _alone: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, canvas: CanvasPixels) -> PictureRows:
+        """Encode a canvas, tile by tile, in one call of the tower.
+
+        Raises:
+            MemoryError: there is too little memory for it.
+        """
+        merge = self.tower.spec.merge
+        tiles = patches(replace(self.processor, block=merge), canvas.canvas, canvas.pixels)
+        rows, columns = (cells * merge for cells in canvas.cells)
+        with self._alone:
+            return PictureRows.joined(self.tower([PatchGrid(tile, rows, columns) for tile in tiles]))
