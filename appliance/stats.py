@@ -70,6 +70,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     grammar_cache_hits_total: int = 0  # of these, with a compiled grammar in the cache
     grammar_compiles: tuple[int, ...] = ()  # the others, in buckets of `COMPILE_SECONDS`
     grammar_compile_seconds_total: float = 0.0
+    pictures_encoded_total: int = 0
+    picture_hits_total: int = 0  # pictures of requests whose rows were kept
+    picture_seconds_total: float = 0.0  # spent encoding
+    picture_bytes: int = 0  # of the rows kept
     drafts_total: int = 0  # sequences in a step with drafts; 0 while speculation is off
     draft_tokens_total: int = 0  # proposed
     accepted_tokens_total: int = 0  # of these, accepted

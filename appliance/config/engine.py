@@ -187,6 +187,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             choices=("auto", "fp32", "fp16", "bf16"),
         ),
     ] = "auto"
+    images: Annotated[
+        bool,
+        Setting(
+            "Read pictures, where the model has a vision tower; its weights, and room for one"
+            " picture at a time, are in the memory plan. Off serves texts alone.",
+            Group.MODEL,
+        ),
+    ] = True
     max_model_len: Annotated[
         int | None,
         Setting(

@@ -16,7 +16,7 @@ import msgspec
 from appliance.engine.grammars.grammars import Grammars, refusal
 from appliance.engine.grammars.matchers import NO_WAY_ON
 from appliance.engine.nouns.beacon import Beacon
-from appliance.engine.nouns.limits import check_tokens
+from appliance.engine.nouns.limits import check_request, check_tokens
 from appliance.engine.nouns.messages import SequenceDelta, StepReport
 from appliance.engine.nouns.request import FinishReason
 from appliance.engine.run.adapters.pool import AdapterPool
@@ -34,12 +34,16 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.request import AdapterRef, Request
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.adapters.loader import AdapterLoader
+    from appliance.engine.run.picture_queue import PictureQueue
     from appliance.engine.run.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
 
 logger = logging.getLogger(__name__)
+NO_PICTURES = (
+    "this model reads texts only; leave the pictures out, or serve a model that takes them"
+)
 
 
 class LLMEngine:
@@ -51,6 +55,7 @@ class LLMEngine:
         matchers: the grammars' states, shared with the runner.
         adapters: reads adapters; None if requests cannot use one.
         clock: seconds; requests time out by it.
+        pictures: encodes pictures; None if requests can have none.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class LLMEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
         beacon: Beacon | None = None,
+        pictures: PictureQueue | None = None,
     ) -> None:
         self.info = info
         self.clock = clock
@@ -72,6 +78,7 @@ class LLMEngine:
         self.tiers = tiers
         self.runner = runner
         self.grammars = Grammars(scheduler, matchers, info)
+        self.pictures = pictures
         self.adapters = None
         if adapters is not None:
             self.adapters = AdapterPool(adapters, self._live, lambda: self.clock())
@@ -91,6 +98,7 @@ class LLMEngine:
             self._in_flight or self._expired or self.grammars.waiting
         )
         serving = serving or (self.adapters is not None and self.adapters.is_busy)
+        serving = serving or (self.pictures is not None and self.pictures.waiting > 0)
         spare = self.tiers.has_writes or self.grammars.prepares
         return serving or spare
 
@@ -109,6 +117,8 @@ class LLMEngine:
             RequestError: it can never run: too long, or a token id outside the vocabulary.
         """
         check_tokens(request, self.info)
+        if request.pictures is not None:
+            self._check_pictures(request)
         if request.sampling.seed is None:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
@@ -122,9 +132,42 @@ class LLMEngine:
             request = ready
         self._admit(request, self.clock())
 
+    def _check_pictures(self, request: Request) -> None:
+        if self.pictures is None:
+            raise RequestError(NO_PICTURES, param="messages", code="unsupported_content")
+        if request.sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "the rows of a picture have no tokens to score; leave out prompt_logprobs, or the"
+                " pictures",
+                param="prompt_logprobs",
+            )
+
     def _admit(self, request: Request, now: float) -> None:
-        if not self.grammars.hold(request):
+        is_held = request.pictures is not None and self._pictures_of(request, now)
+        if not (is_held or self.grammars.hold(request)):
             self.scheduler.add(request, now)
+
+    def _pictures_of(self, request: Request, now: float) -> bool:
+        """Begin to encode a request's pictures; return False if all of them are encoded."""
+        check_request(request, self.scheduler.state.bounds)  # before the work
+        assert self.pictures is not None
+        return self.pictures.hold(request, now)
+
+    def _start_pictured(self) -> None:
+        """Queue the requests whose pictures are encoded."""
+        if self.pictures is None or not self.pictures.waiting:
+            return
+        for held in self.pictures.take():
+            error = held.error
+            try:
+                if error is None and not self.grammars.hold(held.request):
+                    self.scheduler.add(held.request, held.arrival)
+            except RequestError as failure:
+                error = str(failure)
+            if error is not None:
+                self._expired.append(refusal(held.request, error))
+        if self.pictures.encoded.is_over:
+            self.pictures.encoded.trim(self._live())
 
     def install_adapter(self, ref: AdapterRef) -> None:
         """Load an adapter at once, before the first step.
@@ -147,7 +190,8 @@ class LLMEngine:
 
     def _live(self) -> set[str]:
         live = {sequence.request.request_id for sequence in self.scheduler.sequences()}
-        return live | self.grammars.held()
+        pictured = set() if self.pictures is None else self.pictures.held()
+        return live | self.grammars.held() | pictured
 
     def _start_adapted(self, now: float) -> None:
         """Queue the requests whose adapter has been read."""
@@ -165,6 +209,8 @@ class LLMEngine:
         """End a request, or one choice of it, in any phase; return False if it was not live."""
         if self.adapters is not None and self.adapters.abandon(request_id):
             return True
+        if self.pictures is not None and self.pictures.abandon(request_id):
+            return True
         return self.grammars.abandon(request_id) or self.scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
@@ -175,11 +221,13 @@ class LLMEngine:
         begin = now = self.clock()
         self._expired += _overdue(self.scheduler.expire(now), now)
         self._start_adapted(now)
+        self._start_pictured()
         self._expired += self.grammars.start(now)
         launched = self.scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
             waits = self.adapters is not None and self.adapters.idle()
+            waits = waits or (self.pictures is not None and self.pictures.idle())
             if not (waits or self._expired or self.grammars.idle()):
                 self.tiers.idle()
             return self._report()
@@ -234,6 +282,8 @@ class LLMEngine:
         """Write pending blocks to disk, as far as time allows."""
         if self.adapters is not None:
             self.adapters.close()
+        if self.pictures is not None:
+            self.pictures.close()
         self.tiers.close()
 
     def discard_plans(self) -> None:
@@ -244,6 +294,9 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         stats = self.grammars.add_stats(self.scheduler.stats())
         waiting = 0 if self.adapters is None else self.adapters.waiting
+        if self.pictures is not None:
+            waiting += self.pictures.waiting
+            stats = self.pictures.add_stats(stats)
         return msgspec.structs.replace(
             stats,
             waiting=stats.waiting + waiting,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, ModelError
 from appliance.files import open_regular
 from appliance.kernels.cache.state_format import StateFormat
 from appliance.model.source import open_model
@@ -59,6 +59,7 @@ def open_served(config: EngineConfig) -> ModelSource:
         ModelError: as `open_model`.
     """
     source = with_state_format(open_model(Path(config.model), in_torch=False), config)
+    source = _with_text_axes(source, config)
     if config.weight_bits is None and config.end_bits is None:
         return source
     from appliance.model.narrowed import narrowed
@@ -75,6 +76,19 @@ def open_served(config: EngineConfig) -> ModelSource:
             " already, or their width does not divide by 32; leave it out"
         )
     return found
+
+
+def _with_text_axes(source: ModelSource, config: EngineConfig) -> ModelSource:
+    """Give a model that reads pictures the positions that its tower's family gives their rows."""
+    if not config.images or source.path.is_file():
+        return source
+    from appliance.model.vision.source import open_tower, with_axes
+
+    try:
+        tower = open_tower(source.path, in_torch=False)
+    except ModelError:  # said where the tower is loaded
+        return source
+    return source if tower is None else with_axes(source, tower)
 
 
 def with_state_format(source: ModelSource, config: EngineConfig) -> ModelSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,8 +112,8 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step up to the head; see `Executor.hidden`."""
-        for hidden, _ in self.after_each_layer(token_ids, positions, batch, cache, rows):
-            pass
+        after = self.after_each_layer(token_ids, positions, batch, cache, rows)
+        ((hidden, _),) = deque(after, maxlen=1)
         return hidden
 
     def after_each_layer(

@@ -76,6 +76,8 @@ def describe(
         num_experts=0 if router is None else router.num_experts,
         experts_per_token=0 if router is None else router.top_k,
         draft_bytes=memory.request.draft_bytes,
+        reads_pictures=memory.request.picture_bytes > 0,
+        picture_bytes=memory.request.picture_bytes,
         ranks=() if parts.ranked is None else parts.ranked.ranks(),
         notes=notes,
     )

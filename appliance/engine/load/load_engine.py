@@ -19,6 +19,7 @@ from appliance.engine.load.engine_info import describe
 from appliance.engine.load.execution.choice import choose_execution
 from appliance.engine.load.kv_cache import make_kv_cache
 from appliance.engine.load.memory_request import plan_model
+from appliance.engine.load.pictures import open_pictures
 from appliance.engine.load.runner import RunnerParts, load_runner
 from appliance.engine.load.tuning import tune_at_start
 from appliance.engine.memory.admission import Admission
@@ -109,14 +110,22 @@ def load_llm_engine(
     device = device or execution.step_device(threads)
     draft = open_draft(config, source, execution)
     check_speculation(config, execution, device)
+    pictures, why_none = open_pictures(config)
+    notes += why_none
     execution = execution.started(source)
-    memory = plan_model(config, source, execution, device, draft, admission or Admission())
+    memory = plan_model(
+        config, source, execution, device, draft, pictures, admission or Admission()
+    )
     execution = execution.with_host_experts(memory.plan.host_experts, config, threads)
     stages.append(("header and plan", time.monotonic()))
 
     executor = execution.load(source, on_progress, memory.plan.context_length, beacon)
     release_unused()  # memory for reading the weights
     process_bytes = _process_bytes(memory.plan, executor)
+    queue = None
+    if pictures is not None:
+        queue = pictures.load(execution, device, threads, on_progress)
+        release_unused()
     stages.append(("weights", time.monotonic()))
 
     if callable(eos_token_ids):
@@ -130,7 +139,10 @@ def load_llm_engine(
     adapters = AdapterLoader.of(config, source, executor)
     kept = None if draft is None else draft.hidden_rows(executor)
     parts = RunnerParts.of(config, execution, executor, device, memory)
-    loaded = load_runner(parts, memory, eos_token_ids, rates, matchers, adapters, kept, on_progress)
+    encoded = None if queue is None else queue.encoded
+    loaded = load_runner(
+        parts, memory, eos_token_ids, rates, matchers, adapters, kept, encoded, on_progress
+    )
     memory = replace(memory, plan=loaded.plan)
     info = msgspec.structs.replace(
         describe(config, source, parts, memory, eos_token_ids, threads),
@@ -158,7 +170,9 @@ def load_llm_engine(
         ),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
-    engine = LLMEngine(scheduler, tiers, loaded.runner, info, matchers, adapters, beacon=beacon)
+    engine = LLMEngine(
+        scheduler, tiers, loaded.runner, info, matchers, adapters, beacon=beacon, pictures=queue
+    )
     for ref in configured_adapters(config):
         engine.install_adapter(ref)
     return engine

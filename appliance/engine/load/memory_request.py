@@ -14,6 +14,7 @@ from appliance.engine.devices import memory_budget
 from appliance.engine.load.draft import open_draft
 from appliance.engine.load.execution.choice import choose_execution
 from appliance.engine.load.kv_precision import choose_kv
+from appliance.engine.load.pictures import open_pictures
 from appliance.engine.memory.experts.split import ExpertChoice, LayerExperts
 from appliance.engine.memory.experts.streaming import LayerWork, Streaming
 from appliance.engine.memory.plan import MemoryRequest, plan_memory, settled_by_estimate
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from appliance.engine.devices import Precision
     from appliance.engine.load.draft import DraftSource
     from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.load.pictures import PictureSource
     from appliance.engine.memory.admission import Admission
     from appliance.engine.memory.plan import MemoryPlan
     from appliance.engine.run.device import Device
@@ -60,7 +62,8 @@ def request_memory(
     execution = _execution_on(config, source, gpu_bytes)
     draft = open_draft(config, source, execution)
     num_open = _num_open_on(config, execution.precision)
-    return execution, _request(config, source, execution, num_open, draft, gpu_bytes)
+    pictures, _ = open_pictures(config)
+    return execution, _request(config, source, execution, num_open, draft, pictures, gpu_bytes)
 
 
 def with_other_cache(
@@ -109,6 +112,7 @@ def plan_model(
     execution: Execution,
     device: Device,
     draft: DraftSource | None,
+    pictures: PictureSource | None,
     admission: Admission,
 ) -> ModelMemory:
     """Plan a model's memory here, once others have made room for it.
@@ -121,7 +125,7 @@ def plan_model(
     # Steps with caches of classes were measured when these were opened.
     measured = device.is_asynchronous and source.spec.own_cache is None
     request = admission.plan(
-        partial(_request, config, source, execution, num_open, draft), measured=measured
+        partial(_request, config, source, execution, num_open, draft, pictures), measured=measured
     )
     if not measured:
         return ModelMemory(request, plan_memory(request), num_open, is_measured=False)
@@ -168,6 +172,7 @@ def _request(
     execution: Execution,
     num_open: int,
     draft: DraftSource | None,
+    pictures: PictureSource | None,
     gpu_bytes: int | None = None,
 ) -> MemoryRequest:
     """Build the request from the memory free now, or a GPU's; see `request_memory`."""
@@ -213,6 +218,8 @@ def _request(
         experts=experts,
         rounded=partial(_rounded_bytes, config, source, execution),
     )
+    if pictures is not None:
+        request = pictures.added_to(request)
     return request if draft is None else draft.added_to(request)
 
 

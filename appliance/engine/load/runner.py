@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
     from appliance.engine.run.adapters.loader import AdapterLoader
     from appliance.engine.run.device import Device
+    from appliance.engine.run.encoded_pictures import EncodedPictures
     from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.moves import BlockMoves
@@ -146,12 +147,14 @@ def load_runner(
     matchers: Matchers,
     adapters: AdapterLoader | None,
     kept: HiddenRows | None,
+    encoded: EncodedPictures | None,
     on_progress: Callable[[str, int, int], None],
 ) -> LoadedRunner:
     """Measure the largest steps if the plan waits for it, allocate the cache, capture graphs.
 
     Args:
         kept: keeps hidden states for a draft head.
+        encoded: gives steps the rows of pictures.
 
     Raises:
         MemoryPlanError: the measured model does not fit.
@@ -168,7 +171,7 @@ def load_runner(
     if memory.is_measured:
         plan, graph_bytes = plan_measured(parts, memory.request, on_progress)
     runner, moves, states = make_runner(
-        parts, plan, graph_bytes, eos_token_ids, rates, matchers, slots, kept
+        parts, plan, graph_bytes, eos_token_ids, rates, matchers, slots, kept, encoded
     )
     runner.capture(on_progress)
     return LoadedRunner(runner, moves, states, plan, parts.moves_on_device)
@@ -275,6 +278,7 @@ def make_runner(
     matchers: Matchers,
     adapters: AdapterSlots | None = None,
     kept: HiddenRows | None = None,
+    encoded: EncodedPictures | None = None,
 ) -> tuple[ModelRunner[Any], BlockMoves, StateRows | OwnCacheRows | None]:
     """Allocate the cache; build the runner and the movers of blocks and states."""
     num_open, memory = parts.num_open, plan.states
@@ -325,6 +329,7 @@ def make_runner(
         states=states,
         adapters=adapters,
         kept=kept,
+        pictures=encoded,
         graph_bytes=graph_bytes,
     )
     return runner, moves, states

@@ -69,5 +69,6 @@ def total_bytes(plan: MemoryPlan, request: MemoryRequest) -> int:
         + plan.states.num_bytes
         + plan.adapter_bytes
         + plan.draft_bytes
+        + plan.picture_bytes
         + host_bytes
     )

@@ -69,6 +69,7 @@ class MemoryPlan:
     states: StateMemory = NO_STATES
     adapter_bytes: int = 0  # all slots, and one adapter being read
     draft_bytes: int = 0  # the drafter's, without its part of the cache
+    picture_bytes: int = 0  # the vision tower's, with its workspace and the rows kept
     host_experts: ExpertsOnHost = NONE_ON_HOST  # besides `weight_bytes`
 
 
@@ -100,6 +101,7 @@ class MemoryRequest:
     state_checkpoint_memory: int | None = None  # requested bytes, or None
     adapter_bytes: int = 0  # all slots, and one adapter being read
     draft_bytes: int = 0  # the drafter's, without its part of the cache
+    picture_bytes: int = 0  # the vision tower's, with its workspace and the rows kept
     experts: ExpertChoice | None = None  # undecided; included in `weight_bytes`
     host_experts: ExpertsOnHost = NONE_ON_HOST  # decided; besides `weight_bytes`
     # Settings that round weights and would save something, and the weights' bytes with them.
@@ -152,6 +154,7 @@ def _divide(request: MemoryRequest) -> MemoryPlan:
     block_bytes = request.kv_bytes_per_token * request.block_size
     taken = request.process_bytes + request.weight_bytes + workspace + request.host_share
     taken += needed_states(request).num_bytes + request.adapter_bytes + request.draft_bytes
+    taken += request.picture_bytes
     _check_host_experts(request)
     if request.host_budget_bytes is None:
         taken += request.host_experts.num_bytes
@@ -184,6 +187,7 @@ def _divide(request: MemoryRequest) -> MemoryPlan:
         states=states,
         adapter_bytes=request.adapter_bytes,
         draft_bytes=request.draft_bytes,
+        picture_bytes=request.picture_bytes,
         host_experts=request.host_experts,
     )
 
@@ -345,13 +349,14 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     slots = request.adapter_bytes
     adapters = f", {as_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
     draft = f", {as_size(own)} of what drafts" if (own := request.draft_bytes) else ""
+    tower = f", {as_size(own)} of what reads pictures" if (own := request.picture_bytes) else ""
     on_host = len(request.host_experts.layers)
     experts = f" without the experts of {on_host} layers" if on_host else ""
     numbers = (
         f"{wish}one context of {context:,} tokens needs {as_size(needed)} of KV cache"
         f" ({request.kv_format})"
         f" beside {as_size(request.weight_bytes)} of weights{experts}{itself}{recurrent}{adapters}"
-        f"{draft} and {as_size(workspace)} of"
+        f"{draft}{tower} and {as_size(workspace)} of"
         f" workspace{swapped}; {as_size(request.budget_bytes)} may be used"
     )
     usable = for_kv if asked is None else min(for_kv, asked)
@@ -375,6 +380,8 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
         advice.append("a smaller --max-loras or --max-lora-rank would fit")
     if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
         advice.append("--speculate auto, without what drafts, would fit")
+    if request.picture_bytes and wanted - for_kv <= request.picture_bytes:
+        advice.append("--no-images, for texts alone, would fit")
     if asked is not None and needed <= for_kv:
         too_much = asked > for_kv
         size = for_kv // 2**20 if too_much else -(-needed // 2**20)

@@ -203,6 +203,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     ranks_pairs: bool = False  # an encoder with a ranking head
     drafts: str = ""  # description of a drafter that takes memory
     draft_bytes: int = 0  # planned for the drafter, without its part of the KV cache
+    reads_pictures: bool = False
+    picture_bytes: int = 0  # planned for the vision tower, its workspace and the rows kept
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.limits import reason_to_finish
-from appliance.engine.nouns.picture import RowAxes
 from appliance.engine.nouns.plan import Update
 from appliance.engine.nouns.request import FinishReason
+from appliance.engine.nouns.row_axes import RowAxes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered

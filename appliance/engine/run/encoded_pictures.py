@@ -22,26 +22,21 @@ if TYPE_CHECKING:
 
 
 class EncodedPictures:
-    """Keeps what a tower made of pictures, the least recently used up to a limit.
-
-    Rows that a live request may need stay beyond it.
+    """Keeps what a tower made of pictures, the most recently used up to a limit.
 
     Args:
         encode: runs the tower.
-        live: ids of the requests that may need their rows yet.
     """
 
     def __init__(
         self,
         encode: Callable[[CanvasPixels], PictureRows],
         device: Device,
-        live: Callable[[], set[str]],
         *,
         limit_bytes: int,
     ) -> None:
         self._encode = encode
         self._device = device
-        self._live = live
         self._limit_bytes = limit_bytes
         self._rows: OrderedDict[bytes, PictureRows] = OrderedDict()
         self._users: dict[str, frozenset[bytes]] = {}
@@ -63,20 +58,23 @@ class EncodedPictures:
         self._users.pop(request_id, None)
 
     def put(self, key: bytes, rows: PictureRows) -> None:
-        """Keep a picture's rows, and drop others beyond the limit."""
+        """Keep a picture's rows."""
         if key not in self._rows:
             self.num_bytes += rows.nbytes
             self.num_encoded += 1
         self._rows[key] = rows
-        if self.num_bytes > self._limit_bytes:
-            self._drop()
 
-    def _drop(self) -> None:
-        live = self._live()
+    @property
+    def is_over(self) -> bool:
+        """True if it keeps more than the limit."""
+        return self.num_bytes > self._limit_bytes
+
+    def trim(self, live: set[str]) -> None:
+        """Drop rows beyond the limit, but none that one of these requests may need yet."""
         self._users = {one: keys for one, keys in self._users.items() if one in live}
-        needed = frozenset().union(*self._users.values())
+        needed = frozenset[bytes]().union(*self._users.values())
         for key in [key for key in self._rows if key not in needed]:
-            if self.num_bytes <= self._limit_bytes:
+            if not self.is_over:
                 return
             self.num_bytes -= self._rows.pop(key).nbytes
 

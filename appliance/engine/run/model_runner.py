@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
+    from appliance.engine.run.encoded_pictures import EncodedPictures
     from appliance.engine.run.graphed_steps import GraphedSteps
     from appliance.engine.run.hidden_rows import HiddenRows
-    from appliance.engine.run.encoded_pictures import EncodedPictures
     from appliance.engine.run.moves import BlockMoves, OwnCacheRows, StateRows
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampled_rows import SampledRows

@@ -37,4 +37,6 @@ class PictureEncoder:
         tiles = patches(replace(self.processor, block=merge), canvas.canvas, canvas.pixels)
         rows, columns = (cells * merge for cells in canvas.cells)
         with self._alone:
-            return PictureRows.joined(self.tower([PatchGrid(tile, rows, columns) for tile in tiles]))
+            return PictureRows.joined(
+                self.tower([PatchGrid(tile, rows, columns) for tile in tiles])
+            )

@@ -9,6 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.errors import ApplianceError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.request import Request
     from appliance.engine.run.encoded_pictures import EncodedPictures
     from appliance.model.vision.tower import PictureRows
+    from appliance.stats import EngineStats
 
 _NICENESS = 5  # a third of what a thread of running answers gets of a processor they share
 _WAIT_SECONDS = 0.01  # between checks for other events
@@ -57,7 +60,7 @@ class PictureQueue:
     ) -> None:
         self.encoded = encoded
         self.seconds = 0.0  # spent encoding
-        self._encode = encode
+        self.encode = encode
         self._held: dict[str, HeldRequest] = {}
         self._waiting: dict[bytes, CanvasPixels] = {}  # to encode in this thread
         self._running: dict[bytes, Future[tuple[PictureRows, float]]] = {}
@@ -139,13 +142,23 @@ class PictureQueue:
 
     def _timed(self, canvas: CanvasPixels) -> tuple[PictureRows, float]:
         begin = time.perf_counter()
-        return self._encode(canvas), time.perf_counter() - begin
+        return self.encode(canvas), time.perf_counter() - begin
 
     def idle(self) -> bool:
         """Wait for a picture while nothing runs; return False if there is none."""
         if self._running:
             wait(self._running.values(), _WAIT_SECONDS, FIRST_COMPLETED)
         return bool(self._held)
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        """Add what was encoded to a snapshot."""
+        return msgspec.structs.replace(
+            stats,
+            pictures_encoded_total=self.encoded.num_encoded,
+            picture_hits_total=self.encoded.num_hits,
+            picture_seconds_total=self.seconds,
+            picture_bytes=self.encoded.num_bytes,
+        )
 
     def close(self) -> None:
         if self._thread is not None:

@@ -24,9 +24,7 @@ def patch_places(rows: int, columns: int, merge: int) -> NDArray[np.int64]:
     Args:
         merge: patches on a cell's side, by which rows and columns divide.
     """
-    grid = np.indices((rows, columns)).reshape(
-        2, rows // merge, merge, columns // merge, merge
-    )
+    grid = np.indices((rows, columns)).reshape(2, rows // merge, merge, columns // merge, merge)
     return np.ascontiguousarray(grid.transpose(0, 1, 3, 2, 4).reshape(2, -1))
 
 
@@ -34,7 +32,8 @@ def fitted(table: Floats, rows: int, columns: int, resize: Resize) -> Floats:
     """Fit a table of positions (side, side, hidden_size) to (rows, columns, hidden_size)."""
     weights = _WEIGHTS[resize]
     down, across = weights(rows, len(table)), weights(columns, len(table))
-    return np.einsum("rs,sth,ct->rch", down, table, across, optimize=True)
+    found: Floats = np.einsum("rs,sth,ct->rch", down, table, across, optimize=True)
+    return found
 
 
 def _corners(count: int, side: int) -> Floats:
@@ -48,14 +47,17 @@ def _bilinear(count: int, side: int) -> Floats:
 
 def _between(places: Floats, side: int) -> Floats:
     """Weigh the two cells around each place by how near they are."""
-    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(side, dtype=np.float32)))
+    far = np.abs(places[:, None] - np.arange(side, dtype=np.float32))
+    weights: Floats = np.maximum(0, 1 - far)
+    return weights
 
 
 def _area(count: int, side: int) -> Floats:
     reach = max(np.float32(side) / np.float32(count), np.float32(1))
     far = np.abs(_middles(count, side)[:, None] - np.arange(side, dtype=np.float32))
     weights: Floats = np.maximum(0, 1 - far / reach)
-    return weights / weights.sum(1, keepdims=True)
+    weights /= weights.sum(1, keepdims=True)
+    return weights
 
 
 def _bicubic(count: int, side: int) -> Floats:

@@ -81,9 +81,7 @@ class Projector:
         cls, source: TowerSource, spec: ProjectorSpec, merge: int, make: MakeLinear
     ) -> Projector:
         norm = None if spec.norm is None else CellNorm.of(source, spec.norm_name, spec.norm)
-        linears = tuple(
-            (_linear(source, one, merge, make), one.activation) for one in spec.linears
-        )
+        linears = tuple((_linear(source, one, merge, make), one.activation) for one in spec.linears)
         return cls(merge, spec.averages, norm, linears)
 
 
@@ -117,7 +115,9 @@ class PatchEmbedding:
     @classmethod
     def of(cls, source: TowerSource, make: MakeLinear) -> PatchEmbedding:
         spec = source.spec
-        weight = _patch_weight(dense(source.load(f"{spec.patch.name}.weight"), "float32"), spec.patch)
+        weight = _patch_weight(
+            dense(source.load(f"{spec.patch.name}.weight"), "float32"), spec.patch
+        )
         bias = dense(source.load(f"{spec.patch.name}.bias"), "float32") if spec.patch.bias else None
         table = None
         if spec.table is not None:

@@ -1,4 +1,4 @@
-"""Opens a checkpoint's vision tower: its description, and its tensors as the executors take them."""
+"""Opens a checkpoint's vision tower: its description, and its tensors as executors take them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from appliance.model.source import ModelSource
 from appliance.model.spec import AttentionSpec
 from appliance.model.vision.families.family import EMBEDDING, PROJECTOR, TOWER
 from appliance.model.vision.families.registry import tower_family
-from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder
+from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
-
-    from torch import Tensor
 
     from appliance.kernels.weights.weight import Weight
     from appliance.model.families.reader import ConfigReader
@@ -56,10 +54,10 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
         CheckpointError: a setting is missing, or the tower's tensors are.
         UnsupportedModelError: a setting is not supported.
     """
-    folder = SafetensorsFolder(path, in_torch=in_torch)
-    family = tower_family(folder.config)
+    family = tower_family(read_config(path))
     if family is None:
         return None
+    folder = SafetensorsFolder(path, in_torch=in_torch)
     spec = family.spec(folder.config, str(path / CONFIG_NAME))
     weights = TowerWeights(open_weights(folder), family, spec, path.name)
     described = Family(family.name, family.tower_type, (), _described, family.names)
@@ -151,7 +149,7 @@ class TowerWeights:
         found: int | None = asked(self._stored[name]) if name in self._stored else None
         return found
 
-    def load(self, name: str) -> Weight:
+    def load(self, name: str) -> Any:
         if name == f"{EMBEDDING}.weight":
             any_norm = self._weights.load(next(iter(self._stored.values())))
             return arrays.like(any_norm, np.zeros((1, self._hidden_size), np.float32))
@@ -160,7 +158,7 @@ class TowerWeights:
             return self._widened_rows(weight)
         return self._widened_columns(weight) if name in self._out_of_heads else weight
 
-    def _widened_rows(self, weight: Tensor) -> Tensor:
+    def _widened_rows(self, weight: Any) -> Any:
         parts = weight.shape[0] // self._hidden_size
         narrow = self._hidden_size // self._heads
         if narrow == self._width:
@@ -169,7 +167,7 @@ class TowerWeights:
         wide = arrays.padded(turned, self._width - narrow).swapaxes(1, 2)
         return wide.reshape(-1, *weight.shape[1:])
 
-    def _widened_columns(self, weight: Tensor) -> Tensor:
+    def _widened_columns(self, weight: Any) -> Any:
         narrow = self._hidden_size // self._heads
         parts = weight.reshape(weight.shape[0], self._heads, narrow)
         return arrays.padded(parts, self._width - narrow).reshape(weight.shape[0], -1)

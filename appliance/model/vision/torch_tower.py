@@ -49,11 +49,11 @@ class TorchLayers:
         kept = cast("LayerCache", StepKeys(mixer.num_kv_heads))
         cache = KVCache((kept,) * len(self.decoder.spec.layers))
         ids = torch.zeros(count, dtype=torch.int64, device=device)
-        tapped = []
-        after = self.decoder.after_each_layer(ids, ids, batch, cache)
-        for index, (hidden, each) in enumerate(after):
-            if index in taps:
-                tapped.append(each.float())
+        tapped: list[Tensor] = []
+        hidden = stream
+        for index, after in enumerate(self.decoder.after_each_layer(ids, ids, batch, cache)):
+            hidden, passing = after
+            tapped += [passing.float()] if index in taps else []
         return hidden.float(), torch.stack(tapped, 1) if tapped else None
 
 

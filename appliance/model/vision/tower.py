@@ -6,7 +6,7 @@ Imports torch for the torch executor alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -61,7 +61,8 @@ class PictureRows:
 
     @property
     def nbytes(self) -> int:
-        return self.embeddings.nbytes + (0 if self.addends is None else self.addends.nbytes)
+        added = 0 if self.addends is None else self.addends.nbytes
+        return int(self.embeddings.nbytes + added)
 
     def between(self, first: int, last: int) -> PictureRows:
         """Return some of the rows."""
@@ -121,15 +122,11 @@ class Tower:
         rows = self.projector(hidden)
         addends = None
         if tapped is not None:
-            addends = arrays.stack(
-                [one(tapped[:, place]) for place, one in enumerate(self.taps)]
-            )
+            addends = arrays.stack([one(tapped[:, place]) for place, one in enumerate(self.taps)])
         ends = [*accumulate((length // merge**2 for length in lengths), initial=0)]
         return [
-            PictureRows(
-                rows[first:last], None if addends is None else addends[:, first:last]
-            )
-            for first, last in zip(ends, ends[1:], strict=False)
+            PictureRows(rows[first:last], None if addends is None else addends[:, first:last])
+            for first, last in pairwise(ends)
         ]
 
 

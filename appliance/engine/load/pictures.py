@@ -1,0 +1,118 @@
+"""Opens what reads pictures beside a model: its image processor and its vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.engine.run.encoded_pictures import EncodedPictures
+from appliance.engine.run.picture_encoder import PictureEncoder
+from appliance.engine.run.picture_queue import PictureQueue
+from appliance.errors import ModelError
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
+from appliance.media.processor_config import read_image_processor
+from appliance.model.vision.source import open_tower
+from appliance.model.vision.tower import load_native_tower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.config import EngineConfig
+    from appliance.engine.load.execution.execution import Execution
+    from appliance.engine.memory.plan import MemoryRequest
+    from appliance.engine.run.device import Device
+    from appliance.media.spec import ImageProcessorSpec
+    from appliance.model.vision.source import TowerSource
+    from appliance.model.vision.tower import Tower
+
+KEPT_BYTES = 256 << 20  # of pictures' rows, which a later turn reads again
+_STREAMS = 8  # of a patch's hidden state: before and after a norm, heads, forms in 8 bits
+_MOST_PATCHES = 4096  # of a picture that the plan has room for
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSource:
+    """A model's processor and tower, opened and checked."""
+
+    processor: ImageProcessorSpec
+    tower: TowerSource
+
+    def num_bytes(self, element_bytes: int) -> int:
+        """Estimate the bytes of the tower's weights, of its largest step, and of rows kept.
+
+        Args:
+            element_bytes: of a weight of its layers.
+        """
+        layers, weights = self.tower.spec.layers, self.tower.layers.weights
+        sizes = [prod(weights.shape(name)) for name in weights.tensor_names()]
+        mlps = [layer.mlp for layer in layers.layers if layer.mlp is not None]
+        inner = 2 * max(mlp.intermediate_size for mlp in mlps)
+        row = (_STREAMS * layers.hidden_size + inner) * 4
+        return sum(sizes) * element_bytes + _MOST_PATCHES * row + KEPT_BYTES
+
+    def added_to(self, request: MemoryRequest) -> MemoryRequest:
+        return replace(request, picture_bytes=self.num_bytes(request.activation_bytes))
+
+    def load(
+        self,
+        execution: Execution,
+        device: Device,
+        threads: int,
+        on_progress: Callable[[str, int, int], None],
+    ) -> PictureQueue:
+        """Read the tower's weights.
+
+        Raises:
+            CheckpointError: a weight holds NaN or infinity, or is missing.
+            MemoryError: the system has too little memory for the weights.
+        """
+        tower = self._tower(execution, device, threads, on_progress)
+        encoder = PictureEncoder(tower, self.processor)
+        encoded = EncodedPictures(encoder, device, limit_bytes=KEPT_BYTES)
+        return PictureQueue(encoder, encoded, beside_steps=not device.is_asynchronous)
+
+    def _tower(
+        self,
+        execution: Execution,
+        device: Device,
+        threads: int,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Tower:
+        dtype = execution.precision.dtype
+        if execution.in_library:
+            engine = NativeEngine(load_library(), threads)
+            return load_native_tower(self.tower, engine, dtype, on_progress)
+        from appliance.model.vision.torch_tower import load_torch_tower
+
+        source = open_tower(self.tower.layers.path)
+        assert source is not None
+        return load_torch_tower(source, device.torch_device, dtype, on_progress)
+
+
+def open_pictures(config: EngineConfig) -> tuple[PictureSource | None, tuple[str, ...]]:
+    """Open processor and tower of the model that the settings name.
+
+    Returns:
+        None if the model has none, or one that cannot be run, with notes on why.
+    """
+    path = Path(config.model)
+    if not config.images or not path.is_dir():
+        return None, ()
+    try:
+        tower = open_tower(path, in_torch=False)
+        processor = None if tower is None else read_image_processor(path)
+    except ModelError as error:
+        return None, (f"pictures are not read, and texts are served alone: {error}",)
+    if tower is None:
+        return None, ()
+    if processor is None:
+        return None, (
+            f"pictures are not read, and texts are served alone: {path.name} has neither"
+            " preprocessor_config.json nor processor_config.json; fetch the model again",
+        )
+    if config.is_divided:
+        return None, ("pictures are not read where ranks divide a model; texts are served alone",)
+    return PictureSource(processor, tower), ()

@@ -1,0 +1,164 @@
+"""Pictures in the whole engine: greedy answers are transformers'."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from support.models.towers import TOWER_CASES, TowerCase, with_tower
+
+from appliance.config import EngineConfig
+from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.nouns.picture import CanvasPixels, Pictures, PictureSpan
+from appliance.engine.nouns.request import Request
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.run.picture_encoder import PictureEncoder
+from appliance.media.patches import patches
+from appliance.media.processor_config import read_image_processor
+from appliance.media.sizing import Canvas
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.engine.engine import LLMEngine
+
+TOKENS = 8
+IMAGE = 100  # the id that stands for a row
+HALF = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.4, 0.3]}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "smolvlm": {"image_processor_type": "SmolVLMImageProcessor"},
+    "lfm2_vl": {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 4},
+    "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
+    "qwen3_5": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model in transformers and here."""
+
+    case: TowerCase
+    model: Any
+    engine: LLMEngine
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    case = TOWER_CASES[request.param]
+    folder = tmp_path_factory.mktemp(case.kind)
+    model = with_tower(case)
+    model.config.image_token_id = IMAGE
+    model.save_pretrained(folder)
+    settings = PROCESSORS[case.kind] | HALF
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return Served(case, model, load(folder), folder)
+
+
+def load(folder: Path, **settings: Any) -> LLMEngine:
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        kv_cache_dtype="fp32",
+        max_model_len=120,
+        **settings,
+    )
+    return load_llm_engine(config, (), None, lambda *_: None)
+
+
+def canvas_of(served: Served, grid: tuple[int, int], seed: int) -> CanvasPixels:
+    queue = served.engine.pictures
+    assert queue is not None
+    assert isinstance(queue.encode, PictureEncoder)
+    spec = read_image_processor(served.folder)
+    assert spec is not None
+    tower = queue.encode.tower.spec
+    height, width = (side * tower.patch.size for side in grid)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8).tobytes()
+    cells = grid[0] // tower.merge, grid[1] // tower.merge
+    return CanvasPixels(blake2b(pixels).digest(), Canvas(((height, width),)), pixels, cells)
+
+
+def prompt_of(canvases: list[CanvasPixels]) -> tuple[list[int], Pictures]:
+    """Words around pictures; each picture's rows lie side by side."""
+    generator = torch.Generator().manual_seed(len(canvases))
+    ids: list[int] = []
+    spans = []
+    for place, canvas in enumerate(canvases):
+        ids += torch.randint(3, 97, (5 + place,), generator=generator).tolist()
+        spans.append(PictureSpan(len(ids), canvas.num_rows, place))
+        ids += [IMAGE] * canvas.num_rows
+    ids += torch.randint(3, 97, (6,), generator=generator).tolist()
+    return ids, Pictures(tuple(canvases), tuple(spans))
+
+
+def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> list[int]:
+    spec = read_image_processor(served.folder)
+    assert spec is not None
+    size = spec.patch
+    grids = []
+    for canvas in canvases:
+        rows, columns = canvas.canvas.height // size, canvas.canvas.width // size
+        pixels = np.frombuffer(canvas.pixels, np.uint8)
+        values = patches(spec, canvas.canvas, pixels.tobytes())
+        grids.append(as_grid(values[0], spec, rows, columns))
+    more = served.case.pixels(grids)
+    prompt = torch.tensor([ids])
+    types = (prompt == IMAGE).int()
+    if served.case.kind.startswith("qwen"):
+        more["mm_token_type_ids"] = types
+    found = served.model.generate(
+        prompt, **more, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
+    )
+    answer: list[int] = found[0, len(ids) :].tolist()
+    return answer
+
+
+def as_grid(values: np.ndarray, spec: Any, rows: int, columns: int) -> np.ndarray:
+    """Patches of a canvas as (rows, columns, 3, size, size)."""
+    size, block = spec.patch, spec.block
+    inner = (size, size, 3) if spec.channels_last else (3, size, size)
+    each = values.reshape(rows // block, columns // block, block, block, *inner)
+    each = each.swapaxes(1, 2).reshape(rows, columns, *inner)
+    return each.transpose(0, 1, 4, 2, 3) if spec.channels_last else each
+
+
+def run(engine: LLMEngine, requests: list[Request]) -> dict[str, list[int]]:
+    for request in requests:
+        engine.submit(request)
+    answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            assert delta.error is None, delta.error
+            answers[delta.request_id].extend(delta.token_ids)
+    return answers
+
+
+def request_of(name: str, ids: list[int], pictures: Pictures | None = None) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    return Request(
+        request_id=name, prompt_token_ids=tuple(ids), sampling=sampling, pictures=pictures
+    )
+
+
+def test_answers_are_those_of_transformers(served: Served) -> None:
+    grids = served.case.grids
+    one = [canvas_of(served, grids[0], 1)]
+    several = [canvas_of(served, grid, 2 + place) for place, grid in enumerate(grids[-2:])]
+    prompts = {"one": one, "several": several, "other": [canvas_of(served, grids[0], 9)]}
+    made = {name: prompt_of(canvases) for name, canvases in prompts.items()}
+    wanted = {name: by_transformers(served, made[name][0], prompts[name]) for name in prompts}
+    assert wanted["one"] != wanted["other"], "the same words about another picture"
+    text = made["one"][0][:5]
+    requests = [request_of(name, *made[name]) for name in prompts]
+    found = run(served.engine, [*requests, request_of("text", text)])
+    assert {name: found[name] for name in prompts} == wanted
+    again = run(served.engine, [request_of("again", *made["several"])])
+    assert again["again"] == wanted["several"]

@@ -1,0 +1,149 @@
+"""Tiny random models with a vision tower, and pictures as their classes take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from support.models.whole_models import TEXT
+
+from appliance.model.vision.positions import patch_places
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 2}
+LAYERS: dict[str, Any] = {"num_hidden_layers": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class TowerCase:
+    """A tiny model with a tower.
+
+    Attributes:
+        grids: rows and columns of patches of each picture.
+        pixels: arranges patches (rows, columns, 3, size, size) as the class wants its inputs.
+    """
+
+    kind: str
+    vision: dict[str, Any]
+    grids: tuple[tuple[int, int], ...]
+    pixels: Callable[[list[np.ndarray]], dict[str, Any]]
+    text: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+
+
+def as_images(grids: list[np.ndarray]) -> dict[str, Any]:
+    """Pixels (1, count, 3, height, width) of pictures of one size."""
+    images = [
+        one.transpose(2, 0, 3, 1, 4).reshape(3, one.shape[0] * one.shape[3], -1) for one in grids
+    ]
+    return {"pixel_values": torch.tensor(np.stack(images)[None])}
+
+
+def as_batch(grids: list[np.ndarray]) -> dict[str, Any]:
+    return {"pixel_values": as_images(grids)["pixel_values"][0]}
+
+
+def as_sized(grids: list[np.ndarray]) -> dict[str, Any]:
+    """Pixels of Pixtral's classes, (count, 3, height, width) padded to the largest, with sizes."""
+    sizes = [(one.shape[0] * one.shape[3], one.shape[1] * one.shape[4]) for one in grids]
+    padded = torch.zeros(len(grids), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for place, (one, (height, width)) in enumerate(zip(grids, sizes, strict=True)):
+        padded[place, :, :height, :width] = as_images([one])["pixel_values"][0, 0]
+    return {"pixel_values": padded, "image_sizes": torch.tensor(sizes)}
+
+
+def as_cells(grids: list[np.ndarray]) -> dict[str, Any]:
+    """Patches of Qwen's classes: cell by cell, each frame twice."""
+    rows = []
+    for one in grids:
+        places = patch_places(one.shape[0], one.shape[1], 2)
+        patches = one[places[0], places[1]]  # (count, 3, size, size)
+        rows.append(np.repeat(patches[:, :, None], 2, 2).reshape(len(patches), -1))
+    thw = torch.tensor([(1, *one.shape[:2]) for one in grids])
+    return {"pixel_values": torch.tensor(np.concatenate(rows)), "image_grid_thw": thw}
+
+
+def as_naflex(grids: list[np.ndarray]) -> dict[str, Any]:
+    """Patches of SigLIP 2, channels last, padded to the longest, with masks and shapes."""
+    rows = [one.transpose(0, 1, 3, 4, 2).reshape(one.shape[0] * one.shape[1], -1) for one in grids]
+    longest = max(map(len, rows))
+    pixels = np.stack([np.pad(one, ((0, longest - len(one)), (0, 0))) for one in rows])
+    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in rows])
+    shapes = torch.tensor([one.shape[:2] for one in grids])
+    return {
+        "pixel_values": torch.tensor(pixels),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": shapes,
+    }
+
+
+_QWEN = {"hidden_size": 40, "intermediate_size": 56, "num_heads": 2, "depth": 4}
+_QWEN |= {"out_hidden_size": 64, "num_position_embeddings": 25}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+TOWER_CASES = {
+    "smolvlm": TowerCase(
+        "smolvlm", SIZES | LAYERS | {"image_size": 56, "patch_size": 7}, ((8, 8), (8, 8)),
+        as_images, whole={"scale_factor": 2},
+    ),
+    "idefics3": TowerCase(
+        "idefics3", SIZES | LAYERS | {"image_size": 42, "patch_size": 7}, ((6, 6),),
+        as_images, whole={"scale_factor": 3},
+    ),
+    "gemma3": TowerCase(
+        "gemma3",
+        SIZES | LAYERS | {"image_size": 56, "patch_size": 7, "vision_use_head": False},
+        ((8, 8), (8, 8)), as_batch, whole={"mm_tokens_per_image": 16},
+    ),
+    "lfm2_vl": TowerCase(
+        "lfm2_vl",
+        SIZES | LAYERS | {"patch_size": 4, "num_patches": 16, "vision_use_head": False},
+        ((8, 8), (2, 6), (10, 2)), as_naflex, whole={"projector_hidden_size": 72},
+    ),
+    "qwen3_vl": TowerCase(
+        "qwen3_vl", _QWEN | {"deepstack_visual_indexes": [0, 2]}, ((6, 8), (2, 2), (10, 2)),
+        as_cells, text={"rope_parameters": _ROPE | {"mrope_interleaved": True}},
+    ),
+    "qwen3_5": TowerCase(
+        "qwen3_5", _QWEN, ((6, 8), (2, 2), (10, 2)), as_cells,
+        text={
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": _ROPE
+            | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+        },
+    ),
+    "mistral3": TowerCase(
+        "mistral3",
+        SIZES | LAYERS
+        | {"model_type": "pixtral", "image_size": 140, "patch_size": 14, "hidden_act": "silu"},
+        ((6, 8), (2, 2), (10, 2)), as_sized, text={"model_type": "ministral3"},
+    ),
+}  # fmt: skip
+
+
+def with_tower(case: TowerCase) -> Any:
+    """Build a random model, whose tower's every part shows in the rows."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    made = transformers.AutoConfig.for_model(case.kind).__class__
+    config = made(text_config=TEXT | case.text, vision_config=case.vision, **case.whole)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, names[case.kind])(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "position" not in name and "pos_embed" not in name:
+                parameter.normal_(std=1.5 * parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
