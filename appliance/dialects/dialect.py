@@ -31,6 +31,7 @@ class Dialect:
         text_arguments: its template takes arguments as JSON text instead of an object.
         takes_system: its template takes a system message.
         thought_marks: around its thoughts; None if there are none or the form has them.
+        wants_parts: its template reads contents as lists of parts alone, not as texts.
     """
 
     form: CallForm
@@ -39,6 +40,7 @@ class Dialect:
     text_arguments: bool
     takes_system: bool
     thought_marks: ThoughtMarks | None
+    wants_parts: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:

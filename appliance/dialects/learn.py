@@ -18,6 +18,7 @@ from appliance.dialects.formats.mistral import Mistral
 from appliance.dialects.formats.pythonic import Pythonic
 from appliance.dialects.formats.qwen_coder import QwenCoder
 from appliance.dialects.thoughts import find_marks
+from appliance.dialects.turns import in_parts
 from appliance.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ def learn_dialect(render: Render, template: str) -> Dialect:
     Args:
         render: renders messages and tools by the template.
     """
+    wants_parts = _wants_parts(render)
+    if wants_parts:
+        of_parts = render
+
+        def render(messages: Chat, tools: Chat | None) -> str:
+            return of_parts([in_parts(message) for message in messages], tools)
+
     found = _probe_calls(render)
     lists_tools = found is not None and _NAME in _try(render, [_USER], [_TOOL])
     form, text_arguments = found or (GENERIC, False)
@@ -85,10 +93,19 @@ def learn_dialect(render: Render, template: str) -> Dialect:
         text_arguments=text_arguments,
         takes_system=str(_SYSTEM["content"]) in _try(render, [_SYSTEM, _USER], None),
         thought_marks=None if form.framed else find_marks(template),
+        wants_parts=wants_parts,
     )
     whose = "its template says" if dialect.writes_calls else "a system message tells it"
     logger.info("tool calls are in the form %s, as %s", form.name, whose)
     return dialect
+
+
+def _wants_parts(render: Render) -> bool:
+    """Return True if a template loses a content that is a text, and shows one that is a part."""
+    asked = str(_USER["content"])
+    if asked in _try(render, [_USER], None):
+        return False
+    return asked in _try(render, [in_parts(_USER)], None)
 
 
 def _probe_calls(render: Render) -> tuple[CallForm, bool] | None:

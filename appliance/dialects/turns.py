@@ -35,8 +35,30 @@ def prepare(
         prepared = _as_text(dialect, prepared)
     if tools and not dialect.lists_tools:
         _add_system(dialect, prepared, _description(dialect, tools))
-        return prepared, None
+        tools = None
+    if dialect.wants_parts:
+        prepared = list(map(in_parts, prepared))
     return prepared, tools or None
+
+
+def in_parts(turn: Mapping[str, Any]) -> Turn:
+    """Return a message whose content is a list of parts."""
+    content = turn["content"]
+    return {**turn, "content": [_text_part(content)] if isinstance(content, str) else content}
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _joined(*contents: str | list[dict[str, Any]], between: str = "\n") -> Any:
+    """Join contents, of which some may be lists of parts, as those of pictures."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(filter(None, map(str, contents)))
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        parts += [_text_part(content + between)] if isinstance(content, str) else content
+    return parts
 
 
 def short_id(call_id: str) -> str:
@@ -74,11 +96,11 @@ def _object(arguments: str) -> Any:
 def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
     """Write calls and results as plain turns; join adjacent turns of one role."""
     plain: list[Turn] = []
-    joined: list[str] = []  # texts of the last turn, if a result ended it
+    joined: list[Any] = []  # contents of the last turn, if a result ended it
 
     def join() -> None:
         if joined:
-            plain[-1]["content"] = "\n".join(joined)
+            plain[-1]["content"] = _joined(*joined)
             joined.clear()
 
     for turn in turns:
@@ -88,9 +110,9 @@ def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
             dialect.form.write(c["function"]["name"], c["function"]["arguments"]) for c in calls
         ]
         if written:
-            turn["content"] = "\n".join(filter(None, [turn["content"], *written]))
+            turn["content"] = _joined(turn["content"], *written)
         if turn["role"] == "tool":
-            text = f"<tool_response>\n{turn['content']}\n</tool_response>"
+            text = _joined("<tool_response>", turn["content"], "</tool_response>")
             turn = {"role": "user", "content": text}
             if plain and plain[-1]["role"] == "user":
                 if not joined:
@@ -119,6 +141,7 @@ def _add_system(dialect: Dialect, turns: list[Turn], text: str) -> None:
     role = "system" if dialect.takes_system else "user"
     if turns and turns[0]["role"] == role:
         first = turns[0]["content"]
-        turns[0]["content"] = f"{first}\n\n{text}" if dialect.takes_system else f"{text}\n\n{first}"
+        both = (first, text) if dialect.takes_system else (text, first)
+        turns[0]["content"] = _joined(*both, between="\n\n")
     else:
         turns.insert(0, {"role": role, "content": text})

@@ -97,7 +97,12 @@ def marked_end(message: dict[str, Any], field: str) -> str:
     A space after it shows whether the template strips the text.
     """
     mark = f"Y{secrets.token_hex(8)}y"
-    message[field] = f"{message[field]}{mark} "
+    content = message[field]
+    if isinstance(content, list):  # of parts
+        text = {"type": "text", "text": f"{content[-1].get('text', '')}{mark} "}
+        message[field] = [*(content[:-1] if "text" in content[-1] else content), text]
+    else:
+        message[field] = f"{content}{mark} "
     return mark
 
 

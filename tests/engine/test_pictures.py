@@ -1,4 +1,4 @@
-"""Pictures in the whole engine: greedy answers are transformers'."""
+"""PromptPictures in the whole engine: greedy answers are transformers'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.models.towers import TOWER_CASES, TowerCase, with_tower
 
 from appliance.config import EngineConfig
 from appliance.engine.load.load_engine import load_llm_engine
-from appliance.engine.nouns.picture import CanvasPixels, Pictures, PictureSpan
+from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.picture_encoder import PictureEncoder
@@ -86,7 +86,7 @@ def canvas_of(served: Served, grid: tuple[int, int], seed: int) -> CanvasPixels:
     return CanvasPixels(blake2b(pixels).digest(), Canvas(((height, width),)), pixels, cells)
 
 
-def prompt_of(canvases: list[CanvasPixels]) -> tuple[list[int], Pictures]:
+def prompt_of(canvases: list[CanvasPixels]) -> tuple[list[int], PromptPictures]:
     """Words around pictures; each picture's rows lie side by side."""
     generator = torch.Generator().manual_seed(len(canvases))
     ids: list[int] = []
@@ -96,7 +96,7 @@ def prompt_of(canvases: list[CanvasPixels]) -> tuple[list[int], Pictures]:
         spans.append(PictureSpan(len(ids), canvas.num_rows, place))
         ids += [IMAGE] * canvas.num_rows
     ids += torch.randint(3, 97, (6,), generator=generator).tolist()
-    return ids, Pictures(tuple(canvases), tuple(spans))
+    return ids, PromptPictures(tuple(canvases), tuple(spans))
 
 
 def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> list[int]:
@@ -141,7 +141,7 @@ def run(engine: LLMEngine, requests: list[Request]) -> dict[str, list[int]]:
     return answers
 
 
-def request_of(name: str, ids: list[int], pictures: Pictures | None = None) -> Request:
+def request_of(name: str, ids: list[int], pictures: PromptPictures | None = None) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     return Request(
         request_id=name, prompt_token_ids=tuple(ids), sampling=sampling, pictures=pictures

@@ -1,4 +1,4 @@
-"""Pictures of a request: their pixels, and the prompt's rows that they become.
+"""PromptPictures of a request: their pixels, and the prompt's rows that they become.
 
 Such a row has no token. In a sequence its id is negative and made of the picture's content, so that
 caches which compare ids tell pictures apart and meet the same one again. Imports no torch.
@@ -58,7 +58,7 @@ class PictureSpan(msgspec.Struct, frozen=True):
         return self.start + self.length
 
 
-class Pictures(msgspec.Struct, frozen=True):
+class PromptPictures(msgspec.Struct, frozen=True):
     """The pictures of a prompt; spans are in order, and no two share a row."""
 
     canvases: tuple[CanvasPixels, ...]

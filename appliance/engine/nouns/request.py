@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from appliance.engine.nouns.picture import Pictures
+from appliance.engine.nouns.picture import PromptPictures
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import RequestError
 
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None
     labels: tuple[int, ...] = ()  # with Pooling.LAST, return these tokens' logits instead
     second_text: int = 0  # in a pair for an encoder's head: index at which it begins
-    pictures: Pictures | None = None  # whose rows have placeholders among the prompt's ids
+    pictures: PromptPictures | None = None  # whose rows have placeholders among the prompt's ids
 
     def ids(self) -> list[int]:
         """Return the prompt's ids as a sequence has them: rows of pictures by content, below 0."""

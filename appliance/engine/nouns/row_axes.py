@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from appliance.engine.nouns.picture import Pictures
+    from appliance.engine.nouns.picture import PromptPictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class RowAxes:
             after each.
     """
 
-    pictures: Pictures
+    pictures: PromptPictures
     shifts: tuple[int, ...]
 
     @classmethod
-    def of(cls, pictures: Pictures) -> RowAxes:
+    def of(cls, pictures: PromptPictures) -> RowAxes:
         saved = []
         for span in pictures.spans:
             cells = pictures.canvases[span.canvas].cells

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.replica_set import ServedEngine
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.events import QualityFact
+    from appliance.media.pictures import Pictures
     from appliance.server.http.limits import KeyUse
     from appliance.server.models.state import ServerState
     from appliance.server.models.text_threads import TextThreads
@@ -117,6 +118,7 @@ class ModelState:
 
     Attributes:
         tokenizer: None until loaded.
+        pictures: decodes pictures; None until loaded, and of a model that reads texts alone.
         sampling: defaults for requests.
         adapters: adapters, which requests name like models.
         grammars: checks requested formats.
@@ -136,6 +138,7 @@ class ModelState:
         self.model_id = model_id
         self.quality_card = quality_card
         self.tokenizer: Tokenizer | None = None
+        self.pictures: Pictures | None = None
         self.sampling = NOTHING_RECOMMENDED
         self.metrics = Metrics(model_id, server.metrics)
         self.grammars = GrammarChecks()
@@ -185,6 +188,8 @@ class ModelState:
         """Stop the tokenizer's processes when the engine sleeps."""
         if self.engine.state is EngineState.ASLEEP and self.tokenizer is not None:
             self.tokenizer.rest()
+            if self.pictures is not None:
+                self.pictures.rest()
 
     @property
     def is_loaded(self) -> bool:
@@ -262,6 +267,8 @@ class ModelState:
         self.sampling = choose_defaults(
             self.engine.config.generation_config, tokenizer.sampling, found.sampling
         )
+        if info.reads_pictures:
+            self.pictures = await asyncio.to_thread(_picture_reader, found.path)
         self.tokenizer = tokenizer
         settle()
         return info
@@ -279,6 +286,8 @@ class ModelState:
         await self.engine.close(now=now)
         if self.tokenizer is not None:
             self.tokenizer.close()
+        if self.pictures is not None:
+            self.pictures.close()
         self.grammars.close()
 
     @property
@@ -360,6 +369,14 @@ async def _in_daemon(find: Callable[[], ModelToServe]) -> ModelToServe:
 
     Thread(target=run, name="finds-model", daemon=True).start()
     return await asyncio.wrap_future(found)
+
+
+def _picture_reader(path: Path) -> Pictures | None:
+    from appliance.media.pictures import Pictures
+    from appliance.media.processor_config import read_image_processor
+
+    spec = read_image_processor(path)
+    return None if spec is None else Pictures(spec)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

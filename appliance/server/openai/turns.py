@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.requests.schema import ROLES, CalledFunction, ChosenTools, FunctionName
+from appliance.server.requests.pictures import detail_of, of_url
+from appliance.server.requests.schema import (
+    ROLES,
+    CalledFunction,
+    ChosenTools,
+    FunctionName,
+    ImageUrl,
+)
 from appliance.server.requests.tools import (
     Fields,
     Offer,
@@ -171,7 +178,7 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} is of role function and needs a name", param="messages")
     turn: dict[str, Any] = {
         "role": _ROLES.get(message.role, message.role),
-        "content": _text(message.content, where),
+        "content": _content(message.content, where),
     }
     if message.name is not None:
         turn["name"] = message.name
@@ -220,17 +227,27 @@ def _called(function: CalledFunction, call_id: str | None) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": named}
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
+def _content(content: str | list[ContentPart] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return a message's text, or its parts if pictures are among them."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None or part.type not in ("text", "refusal"):
-            raise RequestError(
-                f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
-                param="messages",
-                code="unsupported_content",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    parts = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: ContentPart, where: str) -> dict[str, Any]:
+    if part.type == "image_url" and part.image_url is not None:
+        given = part.image_url
+        image = ImageUrl(url=given) if isinstance(given, str) else given
+        found = of_url(image.url, f"{where}.image_url", detail_of(image.detail, where))
+        return {"type": "image", "image": found}
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None or part.type not in ("text", "refusal"):
+        raise RequestError(
+            f"{where} is of type {part.type[:40]!r}; supported are text and image_url",
+            param="messages",
+            code="unsupported_content",
+        )
+    return {"type": "text", "text": text}

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import msgspec
     from fastapi import Request, Response
 
+    from appliance.engine.nouns.picture import PromptPictures
     from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.server.http.body import StructT
@@ -148,6 +149,7 @@ async def begin_chat(
         reading=prompt.reading,
         grammar=grammar,
         budget=prompt.budget,
+        pictures=prompt.pictures,
     )
 
 
@@ -166,6 +168,7 @@ async def submit(
     reading: Reading | None = None,
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
+    pictures: PromptPictures | None = None,
 ) -> tuple[Answer, Exchange]:
     """Check lengths and prepare one request per prompt.
 
@@ -196,6 +199,7 @@ async def submit(
                 grammar=grammar,
                 budget=budget,
             ),
+            pictures=pictures,
         )
         for number, prompt in enumerate(prompts)
     ]

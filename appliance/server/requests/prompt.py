@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.server.requests.conversation import thought_budget
+from appliance.server.requests.pictures import laid_out, read_pictures
 from appliance.server.requests.pieces import Reading
 from appliance.server.requests.terms import salt_of
 from appliance.tokenizer import DecodeStream
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from appliance.dialects.turns import Turn
     from appliance.engine.nouns.messages import EngineInfo
+    from appliance.engine.nouns.picture import PromptPictures
     from appliance.engine.nouns.sampling_params import ThoughtBudget
     from appliance.server.models.model_state import ModelState
     from appliance.server.requests.conversation import Conversation
@@ -40,6 +42,7 @@ class ChatPrompt:
     thinking: bool  # the answer begins inside a thought
     budget: ThoughtBudget | None
     continues: bool  # the answer continues the last turn
+    pictures: PromptPictures | None = None
 
 
 async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> ChatPrompt:
@@ -64,7 +67,7 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
 
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
-        given = chat.turns()
+        given, found = read_pictures(chat.turns(), state.pictures)
         continued = _continued(given, chat)
         turns, definitions = prepare(dialect, given, chat.tools.definitions)
         write = partial(
@@ -84,7 +87,8 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
         if begun is not None:
             thinking = reading is not None and reading.make().thinking
         budget = thought_budget(chat.thought_tokens, tokenizer, thinking=thinking)
-        return ChatPrompt(ids, reading, thinking, budget, continued is not None)
+        ids, pictures = laid_out(ids, found, state.pictures, tokenizer)
+        return ChatPrompt(ids, reading, thinking, budget, continued is not None, pictures)
 
     # Even a chat of short texts can have large tools or options.
     return await state.texts.run(encode, owner=owner, size=chat.size)
@@ -131,7 +135,7 @@ def _begun(
     marks = tokenizer.dialect.thought_marks
     begun = _text(tokenizer, without[common:][-_MARKS:])
     if field == "content" and marks is not None:
-        _, opened, rest = last["content"].rpartition(marks.opening)
+        _, opened, rest = str(last["content"]).rpartition(marks.opening)
         if opened and marks.closing not in rest:  # the text itself begins a thought
             begun += opened
     return thinking, begun

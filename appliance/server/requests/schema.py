@@ -146,12 +146,20 @@ class SamplingFields(TermsFields, kw_only=True):
     grammar: str | None = None
 
 
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """A picture as a data URL."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message: text, or an assistant's refusal."""
+    """One part of a message: text, an assistant's refusal, or a picture."""
 
     type: TextType
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):

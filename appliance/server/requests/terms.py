@@ -11,6 +11,7 @@ from appliance.engine.nouns.request import MAX_PRIORITY, Request
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.picture import PromptPictures
     from appliance.engine.nouns.request import AdapterRef, Pooling
     from appliance.engine.nouns.sampling_params import SamplingParams
     from appliance.server.models.model_state import ModelState
@@ -64,6 +65,7 @@ class Terms:
         sampling: SamplingParams,
         pooling: Pooling | None = None,
         labels: tuple[int, ...] = (),
+        pictures: PromptPictures | None = None,
     ) -> Request:
         return Request(
             request_id=request_id,
@@ -77,6 +79,7 @@ class Terms:
             adapter=self.adapter,
             pooling=pooling,
             labels=labels,
+            pictures=pictures,
         )
 
 

@@ -1,0 +1,206 @@
+"""Pictures in messages: found in what clients send, decoded, and laid out in the prompt.
+
+Templates write one placeholder for a picture. It becomes the words and rows that the model's image
+processor plans, among the prompt's ids, where no text of a message can imitate it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
+from appliance.errors import ChatTemplateError, ImageError, RequestError
+from appliance.media.spec import Detail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from appliance.dialects.turns import Turn
+    from appliance.media.pictures import Picture, Pictures
+    from appliance.media.sizing import Canvas
+    from appliance.tokenizer import Tokenizer
+
+TEXTS_ONLY = "this model reads texts only; leave the pictures out, or serve a model that takes them"
+MOST_PICTURES = 64  # of a request
+_DATA_URL = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A picture of a message as it was sent.
+
+    Attributes:
+        where: names it in messages.
+        detail: OpenAI's: auto, low, high or original.
+    """
+
+    data: bytes
+    where: str
+    detail: Detail = Detail.AUTO
+
+
+def of_url(url: str, where: str, detail: Detail = Detail.AUTO) -> Attached:
+    """Take a picture from a data URL.
+
+    Raises:
+        RequestError: another URL, or no base64.
+    """
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise RequestError(
+            f"{where} is {url[:40]!r}; send the picture itself as a data: URL with base64, since"
+            " addresses are not fetched",
+            param="messages",
+            code="unsupported_content",
+        )
+    return of_base64(url[found.end() :], where, detail)
+
+
+def detail_of(given: str | None, where: str) -> Detail:
+    """Read OpenAI's detail; none is auto.
+
+    Raises:
+        RequestError: there is no such.
+    """
+    try:
+        return Detail(given or "auto")
+    except ValueError:
+        raise RequestError(
+            f"{where} has the detail {str(given)[:40]!r}; known are {', '.join(Detail)}",
+            param="messages",
+        ) from None
+
+
+def of_base64(text: str, where: str, detail: Detail = Detail.AUTO) -> Attached:
+    """Take a picture from base64, with a data URL's prefix or none, and line ends or none.
+
+    Raises:
+        ImageError: it is none.
+    """
+    if found := _DATA_URL.match(text):
+        text = text[found.end() :]
+    plain = "".join(text.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
+    try:
+        data = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ImageError(f"{where} is no base64: {error}; send a picture's bytes in it") from error
+    return Attached(data, where, detail)
+
+
+def has_pictures(turns: Sequence[Turn]) -> bool:
+    return any(isinstance(turn["content"], list) for turn in turns)
+
+
+def read_pictures(
+    turns: Sequence[Turn], reader: Pictures | None
+) -> tuple[list[Turn], list[Picture]]:
+    """Decode the pictures of messages; slow, so call it in a thread.
+
+    Returns:
+        The turns with `{"type": "image"}` in the place of each, and the pictures in order.
+
+    Raises:
+        ImageError: one is damaged, or too large.
+        RequestError: the model takes none, or there are too many.
+    """
+    found = [part["image"] for turn in turns for part in _images(turn)]
+    if not found:
+        return list(turns), []
+    if reader is None:
+        raise RequestError(TEXTS_ONLY, param="messages", code="unsupported_content")
+    if len(found) > MOST_PICTURES:
+        raise RequestError(
+            f"the messages have {len(found)} pictures, and at most {MOST_PICTURES} are taken; send"
+            " fewer",
+            param="messages",
+            code="too_many_images",
+        )
+    pictures = [_read(one, reader) for one in found]
+    told = [{**turn, "content": _told(turn["content"])} for turn in turns]
+    return told, pictures
+
+
+def _read(one: Attached, reader: Pictures) -> Picture:
+    try:
+        return reader.read(one.data, one.detail)
+    except ImageError as error:
+        raise type(error)(f"{one.where}: {error.message}") from error
+
+
+def _images(turn: Turn) -> Iterator[dict[str, Any]]:
+    content = turn["content"]
+    if isinstance(content, list):
+        yield from (part for part in content if part["type"] == "image")
+
+
+def _told(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [{"type": "image"} if part["type"] == "image" else part for part in content]
+
+
+def laid_out(
+    ids: list[int], pictures: Sequence[Picture], reader: Pictures | None, tokenizer: Tokenizer
+) -> tuple[list[int], PromptPictures | None]:
+    """Put words and rows of pictures in the places of a prompt's placeholders.
+
+    Raises:
+        ChatTemplateError: the template did not write a placeholder for each.
+    """
+    if not pictures:
+        return ids, None
+    assert reader is not None, "it read them"
+    word = reader.spec.words.placeholder
+    placeholder = tokenizer.mark_ids((word,)).get(word)
+    places = [place for place, one in enumerate(ids) if one == placeholder]
+    if len(places) != len(pictures):
+        raise ChatTemplateError(
+            f"the model's chat template wrote {len(places)} placeholders for {len(pictures)}"
+            " pictures; put pictures into messages of the user"
+        )
+    found: list[int] = []
+    canvases: list[CanvasPixels] = []
+    spans: list[PictureSpan] = []
+    begin = 0
+    for place, picture in zip(places, pictures, strict=True):
+        found += ids[begin:place]
+        begin = place + 1
+        _lay_out(picture, reader, tokenizer, found, canvases, spans)
+    return found + ids[begin:], PromptPictures(tuple(canvases), tuple(spans))
+
+
+def _lay_out(
+    picture: Picture,
+    reader: Pictures,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    canvases: list[CanvasPixels],
+    spans: list[PictureSpan],
+) -> None:
+    """Append a picture's words and rows to a prompt."""
+    first = len(canvases)
+    for index, (canvas, pixels) in enumerate(zip(picture.canvases, picture.pixels, strict=True)):
+        key = picture.digest + bytes((index,))
+        canvases.append(
+            CanvasPixels(key, canvas, pixels, cells_of(canvas, reader.spec.size_rule.cell))
+        )
+    at, cell = first, 0
+    for segment in picture.segments:
+        ids += tokenizer.encode(segment.text, add_special_tokens=False)
+        if not segment.rows:
+            continue
+        if cell == canvases[at].num_rows:
+            at, cell = at + 1, 0
+        spans.append(PictureSpan(len(ids), segment.rows, at, cell))
+        ids += [0] * segment.rows
+        cell += segment.rows
+
+
+def cells_of(canvas: Canvas, cell: int) -> tuple[int, int]:
+    """Return rows and columns of a tile's cells, each a square of `cell` pixels."""
+    height, width = canvas.tile
+    return height // cell, width // cell

@@ -1,0 +1,92 @@
+"""Folders of tiny models that read pictures, with tokenizer, chat template and processor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from support.models.towers import TOWER_CASES, with_tower
+
+_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
+    + _PARTS
+    + "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureModel:
+    """What a folder has beside the model of `TOWER_CASES`.
+
+    Attributes:
+        words: control tokens of pictures.
+        image: what the template writes for one.
+        processor: the content of preprocessor_config.json.
+    """
+
+    kind: str
+    words: tuple[str, ...]
+    image: str
+    processor: dict[str, Any]
+
+
+_TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
+PICTURE_MODELS = {
+    "smolvlm": PictureModel(
+        "smolvlm",
+        ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
+        "<image>",
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 112},
+            "max_image_size": {"longest_edge": 56},
+        },
+    ),
+    "qwen3_vl": PictureModel(
+        "qwen3_vl",
+        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 16,
+            "size": {"shortest_edge": 32 * 32, "longest_edge": 160 * 160},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+    ),
+}
+
+
+def write_picture_model(name: str, folder: Path, *, context: int = 512) -> Path:
+    """Write a model whose vocabulary is single bytes and its control tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    found = PICTURE_MODELS[name]
+    controls = ["<unk>", "<|im_start|>", "<|im_end|>", *found.words]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: place for place, word in enumerate((*controls, *letters))}
+    raw = Tokenizer(models.BPE(vocabulary, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=[*controls[1:]],
+    )
+    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", found.image)
+    tokenizer.save_pretrained(folder)
+    case = TOWER_CASES[name]
+    sizes = {"vocab_size": len(vocabulary), "max_position_embeddings": context}
+    model = with_tower(replace(case, text=case.text | sizes))
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(found.processor))
+    return folder
