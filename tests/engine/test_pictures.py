@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPict
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.picture_encoder import PictureEncoder
+from appliance.errors import ContextLengthError, RequestError
 from appliance.media.patches import patches
 from appliance.media.processor_config import read_image_processor
 from appliance.media.sizing import Canvas
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.engine import LLMEngine
 
-TOKENS = 8
+TOKENS, MANY = 8, 60
 IMAGE = 100  # the id that stands for a row
 HALF = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.4, 0.3]}
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -62,14 +64,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, **settings: Any) -> LLMEngine:
-    config = EngineConfig(
-        model=str(folder),
-        device="cpu",
-        dtype="float32",
-        kv_cache_dtype="fp32",
-        max_model_len=120,
-        **settings,
-    )
+    usual: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "fp32", "max_model_len": 120}
+    config = EngineConfig(model=str(folder), device="cpu", **(usual | settings))
     return load_llm_engine(config, (), None, lambda *_: None)
 
 
@@ -141,8 +137,10 @@ def run(engine: LLMEngine, requests: list[Request]) -> dict[str, list[int]]:
     return answers
 
 
-def request_of(name: str, ids: list[int], pictures: PromptPictures | None = None) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+def request_of(
+    name: str, ids: list[int], pictures: PromptPictures | None = None, tokens: int = TOKENS
+) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     return Request(
         request_id=name, prompt_token_ids=tuple(ids), sampling=sampling, pictures=pictures
     )
@@ -162,3 +160,80 @@ def test_answers_are_those_of_transformers(served: Served) -> None:
     assert {name: found[name] for name in prompts} == wanted
     again = run(served.engine, [request_of("again", *made["several"])])
     assert again["again"] == wanted["several"]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+    "little cache": {"max_num_batched_tokens": 32, "kv_cache_memory": 0, "kv_host_memory": 0},
+    "swaps": {"max_num_batched_tokens": 32, "kv_cache_memory": 0, "kv_host_memory": 1 << 24},
+    "drafts": {"speculate": "suffix"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_do_not_depend_on_how_they_are_computed(served: Served, name: str) -> None:
+    grids = served.case.grids
+    prompts = {
+        f"{place}": prompt_of([canvas_of(served, grids[place % len(grids)], 30 + place)])
+        for place in range(4)
+    }
+    requests = [request_of(key, *made, MANY) for key, made in prompts.items()]
+    wanted = run(served.engine, requests)
+    settings = dict(SETTINGS[name])
+    if "kv_cache_memory" in settings:  # so little that sequences give way to each other
+        info = served.engine.info
+        longest = max(len(ids) for ids, _ in prompts.values()) + MANY
+        blocks = 2 * longest // info.block_size + 1
+        settings["kv_cache_memory"] = blocks * info.kv_bytes // info.num_blocks
+        settings["max_model_len"] = longest
+    engine = load(served.folder, **settings)
+    assert run(engine, requests) == wanted
+    if "kv_cache_memory" in settings:
+        assert engine.stats().preemptions_total > 0
+    engine.check_invariants()
+    assert run(engine, requests) == wanted  # from caches
+    engine.close()
+
+
+def test_a_picture_is_encoded_once_and_no_other_is_taken_for_it(served: Served) -> None:
+    engine = load(served.folder)
+    one, other = (canvas_of(served, served.case.grids[0], seed) for seed in (1, 2))
+    first = run(engine, [request_of("first", *prompt_of([one]))])["first"]
+    before = engine.stats()
+    assert run(engine, [request_of("second", *prompt_of([one]))])["second"] == first
+    after = engine.stats()
+    assert after.pictures_encoded_total == before.pictures_encoded_total == 1
+    assert after.picture_hits_total == 1
+    assert after.prefix_hits_total > before.prefix_hits_total
+    assert run(engine, [request_of("third", *prompt_of([other]))])["third"] != first
+    assert engine.stats().pictures_encoded_total == 2
+    engine.close()
+
+
+def test_what_cannot_be_served_is_refused(served: Served) -> None:
+    ids, pictures = prompt_of([canvas_of(served, served.case.grids[0], 1)])
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    request = msgspec.structs.replace(request_of("scored", ids, pictures), sampling=scored)
+    with pytest.raises(RequestError, match="no tokens to score"):
+        served.engine.submit(request)
+    texts = load(served.folder, images=False)
+    with pytest.raises(RequestError, match="reads texts only"):
+        texts.submit(request_of("any", ids, pictures))
+    long = request_of("long", ids * 20, pictures)
+    with pytest.raises(ContextLengthError):
+        served.engine.submit(long)
+    assert not served.engine.has_work
+    texts.close()
+
+
+def test_a_request_that_leaves_while_its_picture_is_encoded_leaves_nothing(served: Served) -> None:
+    canvas = canvas_of(served, served.case.grids[0], 77)
+    ids, pictures = prompt_of([canvas])
+    served.engine.submit(request_of("leaves", ids, pictures))
+    assert served.engine.has_work
+    assert served.engine.abort("leaves")
+    assert not served.engine.abort("leaves")
+    run(served.engine, [request_of("text", ids[:5])])
+    assert served.engine.stats().waiting == 0
+    answer = run(served.engine, [request_of("stays", ids, pictures)])
+    assert len(answer["stays"]) == TOKENS
