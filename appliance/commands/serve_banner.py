@@ -124,7 +124,7 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
     parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes, "states": info.state_bytes}
-    parts |= {"drafts": info.draft_bytes}
+    parts |= {"drafts": info.draft_bytes, "pictures": info.picture_bytes}
     parts |= {"workspace": info.workspace_bytes, "Python and libraries": info.process_bytes}
     mib = 2**20
     listed = " + ".join(f"{name} {size / mib:,.0f}" for name, size in parts.items() if size)

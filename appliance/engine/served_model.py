@@ -59,7 +59,7 @@ def open_served(config: EngineConfig) -> ModelSource:
         ModelError: as `open_model`.
     """
     source = with_state_format(open_model(Path(config.model), in_torch=False), config)
-    source = _with_text_axes(source, config)
+    source = _beside_tower(source, config)
     if config.weight_bits is None and config.end_bits is None:
         return source
     from appliance.model.narrowed import narrowed
@@ -78,17 +78,17 @@ def open_served(config: EngineConfig) -> ModelSource:
     return found
 
 
-def _with_text_axes(source: ModelSource, config: EngineConfig) -> ModelSource:
+def _beside_tower(source: ModelSource, config: EngineConfig) -> ModelSource:
     """Give a model that reads pictures the positions that its tower's family gives their rows."""
     if not config.images or source.path.is_file():
         return source
-    from appliance.model.vision.source import open_tower, with_axes
+    from appliance.model.vision.source import beside_tower, open_tower
 
     try:
         tower = open_tower(source.path, in_torch=False)
     except ModelError:  # said where the tower is loaded
         return source
-    return source if tower is None else with_axes(source, tower)
+    return source if tower is None else beside_tower(source, tower)
 
 
 def with_state_format(source: ModelSource, config: EngineConfig) -> ModelSource:

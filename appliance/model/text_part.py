@@ -5,13 +5,14 @@ They have a longer prefix. Knows no family.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.model_files.checkpoint import CONFIG_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -145,6 +146,12 @@ class TextPart:
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
         rows: Tensor = self._weights.load_rows(name, start, stop)  # type: ignore[attr-defined]
         return rows
+
+    def beside(self, names: Iterable[str]) -> TextPart:
+        """Return the same part where something else reads other tensors, by their stored names."""
+        found = copy(self)
+        found._left = sorted(set(self._left) - set(names))
+        return found
 
     def notes(self) -> tuple[str, ...]:
         """Say what is left out, beside the notes of the tensors loaded so far."""

@@ -46,7 +46,7 @@ class PictureSource:
         Args:
             element_bytes: of a weight of its layers.
         """
-        layers, weights = self.tower.spec.layers, self.tower.layers.weights
+        layers, weights = self.tower.spec.layers, self.tower.weights
         sizes = [prod(weights.shape(name)) for name in weights.tensor_names()]
         mlps = [layer.mlp for layer in layers.layers if layer.mlp is not None]
         inner = 2 * max(mlp.intermediate_size for mlp in mlps)

@@ -64,6 +64,10 @@ class PromptPictures(msgspec.Struct, frozen=True):
     canvases: tuple[CanvasPixels, ...]
     spans: tuple[PictureSpan, ...]
 
+    @property
+    def num_rows(self) -> int:
+        return sum(span.length for span in self.spans)
+
     def ids(self, token_ids: Sequence[int]) -> list[int]:
         """Return a prompt's ids, with those of the pictures' rows in place of placeholders."""
         ids = list(token_ids)

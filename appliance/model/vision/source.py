@@ -12,12 +12,14 @@ from appliance.kernels import arrays
 from appliance.model.families.family import Family
 from appliance.model.source import ModelSource
 from appliance.model.spec import AttentionSpec
+from appliance.model.text_part import TextPart
 from appliance.model.vision.families.family import EMBEDDING, PROJECTOR, TOWER
 from appliance.model.vision.families.registry import tower_family
 from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
     from typing import Any
 
@@ -35,13 +37,16 @@ class TowerSource:
 
     Attributes:
         layers: its layers as a decoder's, which the executors of decoders load.
+        weights: of the layers and of all else.
     """
 
     spec: TowerSpec
     layers: ModelSource
+    weights: TowerWeights
 
     def load(self, name: str) -> Weight:
-        return self.layers.weights.load(name)
+        weight: Weight = self.weights.load(name)
+        return weight
 
 
 def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
@@ -62,11 +67,14 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
     weights = TowerWeights(open_weights(folder), family, spec, path.name)
     described = Family(family.name, family.tower_type, (), _described, family.names)
     config = dict(folder.config.get("vision_config") or {})
-    return TowerSource(spec, ModelSource(path, described, config, spec.layers, weights))
+    layers = ModelSource(path, described, config, spec.layers, weights)
+    return TowerSource(spec, layers, weights)
 
 
-def with_axes(source: ModelSource, tower: TowerSource) -> ModelSource:
+def beside_tower(source: ModelSource, tower: TowerSource) -> ModelSource:
     """Return a decoder that rotates the rows of pictures as the tower's family has it."""
+    if isinstance(source.weights, TextPart):
+        source = replace(source, weights=source.weights.beside(tower.weights.stored))
     axes = tower.spec.text_axes
     if axes is None:
         return source
@@ -122,6 +130,11 @@ class TowerWeights:
         self._out_of_heads = {
             f"{names.in_layer(index, names.output)}.weight" for index in range(count)
         }
+
+    @property
+    def stored(self) -> Iterable[str]:
+        """Names of its tensors in the checkpoint."""
+        return self._stored.values()
 
     def tensor_names(self) -> list[str]:
         return [f"{EMBEDDING}.weight", *self._stored]

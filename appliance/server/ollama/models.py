@@ -58,6 +58,8 @@ def shown(state: ModelState) -> Shown:
         capabilities.append("tools")
         if thinks(state):
             capabilities.append("thinking")
+    if state.pictures is not None:
+        capabilities.append("vision")
     if find_form(tokenizer) is not None:
         capabilities.append("insert")
     if tokenizer.retrieval.embedding.source:

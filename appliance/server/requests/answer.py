@@ -150,12 +150,18 @@ class Answer:
             prompt,
             completion_tokens,
             prompt + completion_tokens,
-            PromptTokensDetails(self.cached_tokens),
+            PromptTokensDetails(self.cached_tokens, self.image_tokens or UNSET),
         )
 
     @property
     def reasoning_tokens(self) -> int:
         return sum(choice.reasoning_tokens for choice in self._choices)
+
+    @property
+    def image_tokens(self) -> int:
+        """Count the prompts' rows of pictures."""
+        pictures = (request.pictures for request in self._requests)
+        return sum(one.num_rows for one in pictures if one is not None)
 
     @property
     def cached_tokens(self) -> int:

@@ -46,6 +46,7 @@ class PromptTokensDetails(msgspec.Struct):
     """Prompt tokens by source."""
 
     cached_tokens: int
+    image_tokens: int | UnsetType = UNSET  # rows of pictures
 
 
 class CompletionTokensDetails(msgspec.Struct):
