@@ -110,9 +110,8 @@ def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]
     types = (prompt == IMAGE).int()
     if served.case.kind.startswith("qwen"):
         more["mm_token_type_ids"] = types
-    found = served.model.generate(
-        prompt, **more, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
-    )
+    served.model.generation_config.eos_token_id = None  # no token ends an answer here
+    found = served.model.generate(prompt, **more, max_new_tokens=TOKENS, do_sample=False)
     answer: list[int] = found[0, len(ids) :].tolist()
     return answer
 

@@ -129,7 +129,7 @@ TOWER_CASES = {
 }  # fmt: skip
 
 
-def with_tower(case: TowerCase) -> Any:
+def with_tower(case: TowerCase, seed: int = 1) -> Any:
     """Build a random model, whose tower's every part shows in the rows."""
     import transformers
     from transformers.models.auto import modeling_auto
@@ -138,8 +138,9 @@ def with_tower(case: TowerCase) -> Any:
     made = transformers.AutoConfig.for_model(case.kind).__class__
     config = made(text_config=TEXT | case.text, vision_config=case.vision, **case.whole)
     config._attn_implementation = "eager"
+    torch.manual_seed(seed)
     model = getattr(transformers, names[case.kind])(config).eval()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and "position" not in name and "pos_embed" not in name:
