@@ -72,13 +72,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "model": {"kernels", "quant.formats", "model_files.checkpoint", "gguf"},
     "model.narrowed": {"kernels", "quant.formats", "quant.methods.rtn", "model"},
-    "engine": {"model", "kernels", "model_files.checkpoint", "gguf", "config", "log", "grammar"},
+    "engine": {
+        "model", "kernels", "model_files.checkpoint", "gguf", "config", "log", "grammar", "media",
+    },
     # Beyond one machine, and the only room that knows Ray.
     "cluster": {"config", "engine", "hub", "log", "server"},
     "server": {
         "engine", "config", "tokenizer", "text", "log", "progress.jobs",
         "model_files.sampling_defaults", "docs", "dialects", "grammar",
-        "model_files.retrieval_recipe", "service", "kernels.gpu.cards",
+        "model_files.retrieval_recipe", "service", "kernels.gpu.cards", "media",
     },
     "tui": set(),
     "progress": set(),
@@ -136,8 +138,7 @@ DOORS = {
     "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
     "hub.__main__",
     "quant.text.answerer",
-    # Until the server and the engine open them.
-    "media.pictures", "media.patches", "media.processor_config", "media.mmproj",
+    "media.mmproj",  # until the engine opens such files
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),
     *(f"quant.methods.{method.traits.file}" for method in Method if method.traits.file),

@@ -49,11 +49,15 @@ class Pictures:
     Args:
         allowed: image rows for each picture.
 
+    Attributes:
+        spec: of pictures of any size.
+
     Raises:
         ConfigError: the model cannot keep them.
     """
 
     def __init__(self, spec: ImageProcessorSpec, allowed: TokenRange = _ANY) -> None:
+        self.spec = spec
         self._specs = {detail: spec.at_detail(detail, allowed) for detail in ImageDetail}
         self.workers = Workers(
             picture_task,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Resize(Enum):
-    """How a table of learned positions fits a picture's grid of another size."""
+    """Ways to fit a table of learned positions to a picture's grid of another size."""
 
     CORNERS = "corners"  # bilinear, corners on corners
     AREA = "area"  # bilinear between the middles of cells, over more of them where it shrinks
@@ -97,7 +97,7 @@ class ProjectorSpec:
 
 @dataclass(frozen=True, slots=True)
 class TextAxes:
-    """How the decoder's frequencies are divided among time, height and width; see `RopeSpec`."""
+    """Shares of time, height and width in the decoder's frequencies; see `RopeSpec`."""
 
     sections: tuple[int, int, int]
     interleaved: bool = False

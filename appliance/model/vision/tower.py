@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PatchGrid:
-    """What a tower is given of a picture, or of a tile of one.
+    """A picture, or a tile of one, as a tower is given it.
 
     Attributes:
         patches: (rows * columns, inputs) float32, cell by cell.

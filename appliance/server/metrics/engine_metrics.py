@@ -90,6 +90,21 @@ class EngineCollector(Collector):
                 "Of these, whose grammar was compiled already.",
                 stats.grammar_cache_hits_total,
             ),
+            (
+                "appliance_pictures_encoded",
+                "Pictures that the tower turned into rows.",
+                stats.pictures_encoded_total,
+            ),
+            (
+                "appliance_picture_hits",
+                "Pictures of requests whose rows were kept.",
+                stats.picture_hits_total,
+            ),
+            (
+                "appliance_picture_seconds",
+                "Seconds spent encoding pictures.",
+                stats.picture_seconds_total,
+            ),
             ("appliance_swaps", "Preemptions that kept the blocks.", stats.swaps_total),
             (
                 "appliance_requests_failed",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
 from appliance.errors import ChatTemplateError, ImageError, RequestError
-from appliance.media.spec import Detail
+from appliance.media.spec import ImageDetail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,10 +40,10 @@ class Attached:
 
     data: bytes
     where: str
-    detail: Detail = Detail.AUTO
+    detail: ImageDetail = ImageDetail.AUTO
 
 
-def of_url(url: str, where: str, detail: Detail = Detail.AUTO) -> Attached:
+def of_url(url: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
     """Take a picture from a data URL.
 
     Raises:
@@ -60,22 +60,22 @@ def of_url(url: str, where: str, detail: Detail = Detail.AUTO) -> Attached:
     return of_base64(url[found.end() :], where, detail)
 
 
-def detail_of(given: str | None, where: str) -> Detail:
+def detail_of(given: str | None, where: str) -> ImageDetail:
     """Read OpenAI's detail; none is auto.
 
     Raises:
         RequestError: there is no such.
     """
     try:
-        return Detail(given or "auto")
+        return ImageDetail(given or "auto")
     except ValueError:
         raise RequestError(
-            f"{where} has the detail {str(given)[:40]!r}; known are {', '.join(Detail)}",
+            f"{where} has the detail {str(given)[:40]!r}; known are {', '.join(ImageDetail)}",
             param="messages",
         ) from None
 
 
-def of_base64(text: str, where: str, detail: Detail = Detail.AUTO) -> Attached:
+def of_base64(text: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
     """Take a picture from base64, with a data URL's prefix or none, and line ends or none.
 
     Raises:
@@ -89,10 +89,6 @@ def of_base64(text: str, where: str, detail: Detail = Detail.AUTO) -> Attached:
     except (ValueError, binascii.Error) as error:
         raise ImageError(f"{where} is no base64: {error}; send a picture's bytes in it") from error
     return Attached(data, where, detail)
-
-
-def has_pictures(turns: Sequence[Turn]) -> bool:
-    return any(isinstance(turn["content"], list) for turn in turns)
 
 
 def read_pictures(
