@@ -26,8 +26,8 @@ from appliance.progress.quantize_events import (
     UnitFinished,
     decode_event,
 )
-from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.formats.scheme import TrellisScheme, WeightScheme
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model, what_is_kept
 from appliance.quant.run.run import Journal
 from appliance.quant.run.staging import StagingFolders
@@ -74,6 +74,27 @@ def units_of_run(model: Path, out: Path, asked: QuantizeOptions) -> list[str]:
     return [event.name for event in events if isinstance(event, UnitFinished)]
 
 
+Run = tuple[str, str, int, Path]  # method, where it is killed, seed, destination
+
+
+def runs_of(folder: Path, *methods: str, seeds: int = 2) -> list[Run]:
+    runs = itertools.product(methods, ("writes", "moments"), range(seeds))
+    return [(*run, folder / "{}-{}{}".format(*run) / "out") for run in runs]
+
+
+def kill_until_done(model: Path, text: Path, runs: list[Run]) -> list[dict[str, Any]]:
+    """Run each until it is done, killed again and again; return what `killed_runs.py` prints."""
+    for *_, out in runs:
+        out.parent.mkdir()
+    words = [":".join(map(str, run)) for run in runs]
+    command = [sys.executable, str(RUNNER), str(model), str(text), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for *_, out in runs:
+        assert {path.name for path in out.parent.iterdir()} <= {"out", "trace", "moments"}
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -84,21 +105,10 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
         )
         for method in methods
     }
-    runs = list(itertools.product(methods, ("writes", "moments"), range(2)))
-    outs = [tmp_path / f"{method}-{how}{seed}" / "out" for method, how, seed in runs]
-    for out in outs:
-        out.parent.mkdir()
-    words = [
-        f"{method}:{how}:{seed}:{out}" for (method, how, seed), out in zip(runs, outs, strict=True)
-    ]
-    command = [sys.executable, str(RUNNER), str(model), str(text), *words]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    runs = runs_of(tmp_path, *methods)
     kills: Counter[tuple[str, str]] = Counter()
-    for (method, how, _), out, line in zip(runs, outs, result.stdout.splitlines(), strict=True):
+    for (method, how, _, out), found in zip(runs, kill_until_done(model, text, runs), strict=True):
         assert contents(out) == whole[method]
-        assert {path.name for path in out.parent.iterdir()} <= {"out", "trace", "moments"}
-        found = json.loads(line)
         kills[method, how] += found["kills"]
         if method == "rtn":
             continue
@@ -108,6 +118,24 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
         assert life == sorted(life), "and never one that was done"
     assert len(kills) == 4
     assert min(kills.values()) > 2, kills
+
+
+def test_a_trellis_whose_run_was_killed_has_the_same_bytes(
+    make_llama: MakeFolder, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """Slopes are measured before the first layer, in files of their own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "head_dim": 64}
+    wide = make_llama("wide", **sizes)
+    (wide / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (wide / "chat_template.jinja").unlink()
+    asked = options(text, Method.TRELLIS, scheme=TrellisScheme(2), format=WeightFormat.TRELLIS)
+    whole = contents(quantize_model(wide, tmp_path / "whole", asked).out)
+    runs = runs_of(tmp_path, "trellis", seeds=1)
+    kills: Counter[str] = Counter()
+    for (_, how, _, out), found in zip(runs, kill_until_done(wide, text, runs), strict=True):
+        assert contents(out) == whole
+        kills[how] += found["kills"]
+    assert min(kills["writes"], kills["moments"]) > 2, kills
 
 
 @pytest.mark.parametrize("method", [Method.RTN, Method.GPTQ])

@@ -18,11 +18,12 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.formats.scheme import TrellisScheme, WeightScheme
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.staging import StagingFolders
 from appliance.quant.text.calibration import CalibrationText
@@ -35,6 +36,8 @@ CHANGES = [
     (shutil, "copyfile"),
 ]
 MOST_KILLS = 60
+# Changes of the disk that a run lives to see; a trellis makes 119 until its first layer is done.
+MOST_CHANGES, MOST_CHANGES_OF_TRELLIS = 130, 150
 PUBLISHED = "published"
 
 
@@ -76,6 +79,8 @@ def live_until(moment: int) -> Iterator[int]:
 
 def main() -> None:
     model, text, *runs = sys.argv[1:]
+    if any(run.startswith(f"{Method.TRELLIS.value}:") for run in runs):
+        import_module("sympy")  # as torch does for the first slopes, in each child
     for run in runs:
         method, how, seed, out = run.split(":", 3)
         found = until_it_ends(model, out, text, method, int(seed), how)
@@ -89,10 +94,12 @@ def until_it_ends(
     """Run it and kill it until it finishes; return what it prints."""
     rng = random.Random(seed)
     trace = Path(out).with_name("trace")
+    is_trellis = Method(method) is Method.TRELLIS
     options = QuantizeOptions(
-        WeightScheme(4, 32, False),
+        TrellisScheme(2) if is_trellis else WeightScheme(4, 32, False),
         Method(method),
         CalibrationText(Path(text), num_tokens=480, row_tokens=48),
+        format=WeightFormat.TRELLIS if is_trellis else WeightFormat.COMPRESSED_TENSORS,
         overwrite=True,
     )
 
@@ -118,9 +125,10 @@ def until_it_ends(
             die_at(calls)
         quantize_model(Path(model), Path(out), options)
 
+    most = MOST_CHANGES_OF_TRELLIS if Method(method) is Method.TRELLIS else MOST_CHANGES
     told = Path(out).with_name("moments")
     for kills in range(MOST_KILLS):
-        calls = rng.randint(1, 130) if how == "writes" else 0
+        calls = rng.randint(1, most) if how == "writes" else 0
         moment = rng.randrange(int(told.read_text())) + 1 if told.exists() else 0
         child = os.fork()
         if child == 0:
