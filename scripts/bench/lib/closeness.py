@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.model.source import open_model
 from appliance.quant.quality.make_card import EvaluationOptions, evaluate
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from appliance.quant.text.held_out import Windows
 
 
-def compare(base: ModelSource, candidate: Path, windows: Windows) -> dict[str, float | int]:
+def compare(base: ModelSource, candidate: Path, windows: Windows) -> dict[str, Any]:
     """Measure a checkpoint beside its base, the weights of both dequantized to float32."""
     found = evaluate(
         open_model(candidate), windows, EvaluationOptions(base=base, rounded=False)
     ).against
     assert found is not None
-    return figures_of(found)
+    by_window = found.klds.view(len(windows.tokens), -1).mean(1)
+    return figures_of(found) | {"kld_by_window": [round(one, 6) for one in by_window.tolist()]}
 
 
 def figures_of(found: Divergence) -> dict[str, float | int]:
@@ -30,6 +31,7 @@ def figures_of(found: Divergence) -> dict[str, float | int]:
     return {
         "tokens": summary.places,
         "kld_mean": round(summary.kld_mean.value, 6),
+        "kld_error": round(summary.kld_mean.error, 6),
         "kld_p99": round(summary.kld_p99, 6),
         "kld_max": round(summary.kld_max, 6),
         "same_top_1_percent": round(summary.same_top_percent.value, 2),
