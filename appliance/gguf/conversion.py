@@ -1,12 +1,7 @@
-"""Converts GGUF types to the packed form: groups of 32, float16 scales.
-
-It holds some types without loss. Those that no kernel multiplies are widened to codes of 8 bits, at
-a loss that is measured.
-"""
+"""Converts Q4_0, Q4_1 and Q8_0 to the packed form, without loss: groups of 32, float16 scales."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_SIZE = 32
-LARGEST_CODE = 127
 _LOW_NIBBLES = np.uint16(0x0F0F)
 _NIBBLE = np.uint16(4)  # bits
 
@@ -91,57 +85,3 @@ def _neighbours(nibbles: NDArray[np.uint16]) -> NDArray[np.uint16]:
     """Bring the nibbles of two bytes into the lower one; a cast drops the upper one."""
     nibbles |= nibbles >> _NIBBLE
     return nibbles
-
-
-def requantize(values: Tensor) -> PackedWeight:
-    """Quantize (out_features, in_features) float32 to 8-bit codes in groups of 32.
-
-    Codes are around 128, with 127 steps to each group's largest weight.
-    """
-    groups = values.unflatten(1, (-1, GROUP_SIZE))
-    scale = (abs(groups).amax(-1) / LARGEST_CODE).half()
-    steps = (1 / (scale.float() + (scale == 0))).unsqueeze(-1)
-    codes = (groups * steps).round().clip(-LARGEST_CODE, LARGEST_CODE) + 128
-    return centered(arrays.cast(codes.flatten(1), "uint8"), scale, bits=8)
-
-
-def exact_values(type_name: str, blocks: Tensor) -> Tensor:
-    """Dequantize rows of a type that only the `gguf` package reads.
-
-    Args:
-        blocks: (out_features, blocks, bytes per block) uint8.
-
-    Returns:
-        (out_features, in_features) float32.
-    """
-    # Imported late: other types do not need it, and it takes a quarter of a second.
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values = dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name])
-    return arrays.like(blocks, values)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """The loss of a conversion, as sums of squares."""
-
-    weights: float = 0.0
-    errors: float = 0.0
-
-    def __add__(self, other: Loss) -> Loss:
-        return Loss(self.weights + other.weights, self.errors + other.errors)
-
-    @property
-    def relative(self) -> float:
-        """Root mean square of the errors over that of the weights."""
-        return float((self.errors / self.weights) ** 0.5) if self.weights else 0.0
-
-    @classmethod
-    def between(cls, exact: Tensor, found: Tensor) -> Loss:
-        """Compare weights (out_features, in_features) float32."""
-        return cls(_energy(exact), _energy(found - exact))
-
-
-def _energy(values: Tensor) -> float:
-    return float((values * values).sum())

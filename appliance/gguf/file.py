@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.gguf.conversion import Loss
     from appliance.gguf.types import TensorType
     from appliance.kernels.weights.fp4 import Fp4Weight
     from appliance.kernels.weights.ggml import GgmlWeight
@@ -41,7 +40,6 @@ class GGUFFile:
         self._in_torch = in_torch
         self._header = read_header(path, vocabulary=vocabulary)
         self.path = self._header.files[0].path
-        self._losses: dict[str, Loss] = {}
         self._workers: ThreadPoolExecutor | None = None  # its threads end with this file
 
     @property
@@ -73,9 +71,9 @@ class GGUFFile:
     def load(self, name: str) -> Tensor | PackedWeight | Fp4Weight | GgmlWeight:
         """Read one tensor.
 
-        The K types, Q5_0, Q5_1, IQ4_NL and IQ4_XS become a `GgmlWeight`, MXFP4 an `Fp4Weight`, and
-        Q4_0, Q4_1 and Q8_0 a `PackedWeight`, all without loss; the others a `PackedWeight` with a
-        loss that `losses` reports. F32, F16, BF16 and the integer types keep theirs.
+        The K types, Q5_0, Q5_1 and IQ1 to IQ4 become a `GgmlWeight`, TQ1_0 and TQ2_0 one of Q2_K,
+        MXFP4 and NVFP4 an `Fp4Weight`, and Q4_0, Q4_1 and Q8_0 a `PackedWeight`, all without loss.
+        F32, F16, BF16 and the integer types keep theirs.
 
         Raises:
             CheckpointError: the file changed since it was opened, or holds damaged scales.
@@ -95,10 +93,7 @@ class GGUFFile:
             self._workers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gguf")
         info = self._header.tensors[name]
         info = (info if part is None else info.part(part)).rows(start, stop)
-        tensor, loss = read_tensor(info, self._workers)
-        if loss is not None:
-            before = self._losses.get(info.type.name)
-            self._losses[info.type.name] = loss if before is None else before + loss
+        tensor = read_tensor(info, self._workers)
         return in_torch(tensor) if self._in_torch else tensor
 
     def zeros(self, count: int) -> Tensor:
@@ -109,11 +104,3 @@ class GGUFFile:
 
         found: Tensor = arrays.of_numpy(np.zeros(count, dtype=np.float32))
         return arrays.in_torch(found) if self._in_torch else found
-
-    def losses(self) -> dict[str, float]:
-        """Return the relative error of the tensors loaded with a loss, by type.
-
-        Root mean square of the errors over that of the weights, in the first 262,144 weights of
-        each matrix, in whole rows.
-        """
-        return {name: loss.relative for name, loss in self._losses.items()}

@@ -12,12 +12,12 @@ import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_into
-from appliance.gguf.conversion import LOSSLESS, Loss, exact_values, interleave, requantize
-from appliance.gguf.types import DENSE_TYPES, FLOAT_BITS
+from appliance.gguf.conversion import LOSSLESS, interleave
+from appliance.gguf.grids import unpacked
+from appliance.gguf.types import DENSE_TYPES, FLOAT_BITS, SUPERBLOCK, UNPACKED_TYPES
 from appliance.kernels import arrays
 from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.ggml import GgmlWeight
-from appliance.kernels.weights.ggml_types import GGML_TYPES
 from appliance.kernels.weights.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -30,65 +30,76 @@ if TYPE_CHECKING:
 # Elements that one thread reads at a time: 160 KB of a 4-bit type, so that the pieces of one matrix
 # of a small model keep all cores busy.
 READ_AT_ONCE = 1 << 18
-# Elements of the types that are converted at a time: their float32 values stay in a core's cache.
+# Elements of the types that are unpacked at a time: what is made of them stays in a core's cache.
 CONVERTED_AT_ONCE = 1 << 15
 
 
 def read_tensor(
     info: TensorInfo, workers: Executor
-) -> tuple[Tensor | PackedWeight | Fp4Weight | GgmlWeight, Loss | None]:
-    """Read one tensor of its file; `workers` convert its rows.
-
-    Returns:
-        The tensor and, if it was not kept exactly, the loss in its first rows.
-    """
+) -> Tensor | PackedWeight | Fp4Weight | GgmlWeight:
+    """Read one tensor of its file; `workers` convert its rows."""
     name = info.type.name
     if name in DENSE_TYPES:
         raw = np.empty(info.nbytes, dtype=np.uint8)
         read_into(info.file.path, info.file.identity, info.offset, raw.data)
         values: Tensor = arrays.of_numpy(raw).view(DENSE_TYPES[name]).reshape(info.shape)
-        return values, None
+        return values
     if len(info.shape) != 2:
         raise UnsupportedModelError(
             f"tensor {info.name!r} of {info.file.path} has type {name} and shape {info.shape}; "
             "only matrices are quantized in the files that are read here"
         )
-    if name in GGML_TYPES:
-        weight = GgmlWeight(name, _rows(info, 0, info.shape[0]))
-        _check_scales(info, finite=weight.is_finite())
-        return weight, None
     if name in FLOAT_BITS:
         codes = _FLOATS[name](_rows(info, 0, info.shape[0]))
         _check_scales(info, finite=codes.is_finite())
-        return codes, None
-    whole, loss = _read_packed(info, workers)
-    finite = arrays.is_finite(whole.scale) and arrays.is_finite(whole.offset)
-    _check_scales(info, finite=finite)
-    return whole, loss
+        return codes
+    if name in LOSSLESS:
+        whole = _read_packed(info, workers)
+        finite = arrays.is_finite(whole.scale) and arrays.is_finite(whole.offset)
+        _check_scales(info, finite=finite)
+        return whole
+    weight = _read_unpacked(info, workers) if name in UNPACKED_TYPES else _read_held(info)
+    _check_scales(info, finite=weight.is_finite())
+    return weight
 
 
-def _read_packed(info: TensorInfo, workers: Executor) -> tuple[PackedWeight, Loss | None]:
+def _read_held(info: TensorInfo) -> GgmlWeight:
+    return GgmlWeight(info.type.name, _rows(info, 0, info.shape[0]))
+
+
+def _read_unpacked(info: TensorInfo, workers: Executor) -> GgmlWeight:
+    """Read blocks and give each weight a code, as many rows at a time as a core's cache holds."""
+    num_rows, width = info.shape
+    held_bytes = UNPACKED_TYPES[info.type.name]
+    whole = np.empty((num_rows, width // SUPERBLOCK, held_bytes), dtype=np.uint8)
+    starts = range(0, num_rows, max(1, CONVERTED_AT_ONCE // width))
+
+    def unpack_rows(start: int) -> None:
+        rows = whole[start : start + starts.step]
+        blocks = _rows(info, start, len(rows)).numpy().reshape(-1, info.type.block_bytes)
+        rows[:] = unpacked(info.type.name, blocks).reshape(rows.shape)
+
+    for _ in workers.map(unpack_rows, starts):
+        pass
+    held = "Q2_K" if info.type.name.startswith("TQ") else info.type.name
+    return GgmlWeight(held, arrays.of_numpy(whole))
+
+
+def _read_packed(info: TensorInfo, workers: Executor) -> PackedWeight:
     num_rows, width = info.shape
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
-    lossless = info.type.name in LOSSLESS
-    step = starts.step if lossless else max(1, CONVERTED_AT_ONCE // width)
+    convert = LOSSLESS[info.type.name]
     with _unchecked():
-        whole = _room_for(num_rows, _converted(info, _rows(info, 0, 1))[0])
+        whole = _room_for(num_rows, convert(_rows(info, 0, 1)))
 
-    def convert_rows(start: int) -> Loss | None:
-        """Read some rows and convert a few of them at a time; return the loss of the first ones."""
-        blocks = _rows(info, start, min(starts.step, num_rows - start))
-        lost = None if lossless or start else Loss()
+    def convert_rows(start: int) -> None:
         with _unchecked():
-            for at in range(0, len(blocks), step):
-                piece, exact = _converted(info, blocks[at : at + step])
-                _put(whole, start + at, piece)
-                if lost is not None and exact is not None:
-                    lost += Loss.between(exact, piece.dequantize())
-        return lost
+            piece = convert(_rows(info, start, min(starts.step, num_rows - start)))
+        _put(whole, start, piece)
 
-    loss, *_ = workers.map(convert_rows, starts) if len(starts) > 1 else map(convert_rows, starts)
-    return whole, loss
+    for _ in workers.map(convert_rows, starts) if len(starts) > 1 else map(convert_rows, starts):
+        pass
+    return whole
 
 
 def _unchecked() -> np.errstate:
@@ -129,14 +140,6 @@ def _rows(info: TensorInfo, start: int, count: int) -> Tensor:
     read_into(info.file.path, info.file.identity, info.offset + start * row_bytes, raw.data)
     blocks: Tensor = arrays.of_numpy(raw.reshape(count, -1, info.type.block_bytes))
     return blocks
-
-
-def _converted(info: TensorInfo, blocks: Tensor) -> tuple[PackedWeight, Tensor | None]:
-    """Convert rows to packed form; return their exact weights, too, where that loses something."""
-    if info.type.name in LOSSLESS:
-        return LOSSLESS[info.type.name](blocks), None
-    exact = exact_values(info.type.name, blocks)
-    return requantize(exact), exact
 
 
 def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:

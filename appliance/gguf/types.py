@@ -77,20 +77,33 @@ DENSE_TYPES = {
 # Types of floating-point codes that are held as they are, and their bits.
 FLOAT_BITS = {"MXFP4": 4, "NVFP4": 4}
 
-# Types whose blocks are held and multiplied as they are; a test compares them with
-# `appliance.kernels.weights.ggml_types`, which loads torch.
+# Types whose blocks are held and multiplied as they are; a test compares them, and those below,
+# with `appliance.kernels.weights.ggml_types`, which loads torch.
 HELD_TYPES = frozenset({"Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 
 # Types that become packed weights without loss, and bytes of scales and offsets beside a code.
 _PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 _PACKED_SCALE_BYTES = {"Q4_0": 2 / 32, "Q4_1": 4 / 32, "Q8_0": 2 / 32}
 
-# Types that are widened to codes of 8 bits wherever they are held.
-WIDENED_TYPES = frozenset(
-    {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}
+# Types that are held in codes of 2, 3 or 4 bits, without loss, and the bytes of 256 weights then:
+# IQ1 to IQ3 with a code for each weight, ternary weights as Q2_K. See `appliance.gguf.grids`.
+UNPACKED_TYPES = {
+    "IQ1_S": 102,
+    "IQ1_M": 106,
+    "IQ2_XXS": 102,
+    "IQ2_XS": 106,
+    "IQ2_S": 106,
+    "IQ3_XXS": 134,
+    "IQ3_S": 134,
+    "TQ1_0": 84,
+    "TQ2_0": 84,
+}
+
+READABLE = (
+    "Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ1_S to IQ4_XS, TQ1_0, TQ2_0, MXFP4 or NVFP4"
 )
 
-READABLE = "Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS, MXFP4 or NVFP4"
+SUPERBLOCK = 256  # weights
 
 # Numbers that llama.cpp or ik_llama.cpp once gave to forms that are read nowhere here.
 _FORMS = {
@@ -118,18 +131,20 @@ def check_readable(path: Path, info: TensorInfo) -> None:
         UnsupportedModelError: it is not.
     """
     name = info.type.name
-    if name not in {*DENSE_TYPES, *FLOAT_BITS, *HELD_TYPES, *_PACKED_BITS, *WIDENED_TYPES}:
+    if name not in {*DENSE_TYPES, *FLOAT_BITS, *HELD_TYPES, *_PACKED_BITS, *UNPACKED_TYPES}:
         raise UnsupportedModelError(
             f"tensor {info.name!r} of {path} has type {name}, which cannot be read here; use a "
             f"file quantized as {READABLE}"
         )
 
 
-def widened_bits(type_name: str) -> int | None:
-    """Return the bits of a matrix's codes in the packed form; None if it is never packed."""
+def code_bits(type_name: str) -> int | None:
+    """Return the bits of a code as kernels hold it; None of types without integer codes."""
     if type_name in DENSE_TYPES or type_name in FLOAT_BITS:
         return None
-    return 4 if type_name == "Q4_K" else _PACKED_BITS.get(type_name, 8)
+    if type_name in UNPACKED_TYPES:
+        return UNPACKED_TYPES[type_name] * 8 // SUPERBLOCK
+    return int(type_name.lstrip("IQ")[0])
 
 
 def held_bytes(kind: TensorType) -> float:
@@ -137,6 +152,6 @@ def held_bytes(kind: TensorType) -> float:
     name = kind.name
     if name in _PACKED_BITS:
         return _PACKED_BITS[name] / 8 + _PACKED_SCALE_BYTES[name]
-    if name in WIDENED_TYPES:
-        return 1 + 2 / 32
+    if name in UNPACKED_TYPES:
+        return UNPACKED_TYPES[name] / SUPERBLOCK
     return kind.block_bytes / kind.block_size

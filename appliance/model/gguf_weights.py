@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, held_bytes, widened_bits
+from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, UNPACKED_TYPES, code_bits, held_bytes
 from appliance.kernels import arrays
 from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.ggml import GgmlWeight
@@ -82,9 +82,9 @@ class GGUFReader(ABC):
         return self.load_rows(name, 0, shape[0] if shape else 1)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a matrix's codes in packed form; None if it loads dense."""
+        """Return the bits of a matrix's codes as kernels hold them; None if it loads dense."""
         stored = self._matrix(name)
-        return None if stored is None else widened_bits(self._file.type_name(stored))
+        return None if stored is None else code_bits(self._file.type_name(stored))
 
     def group_size(self, name: str) -> int | None:
         """Return None: `held_bytes` says what blocks take."""
@@ -102,21 +102,14 @@ class GGUFReader(ABC):
         return held_bytes(self._file.type(stored))
 
     def is_held(self, name: str) -> bool:
-        """Return True if a matrix's blocks are multiplied as they are in the file."""
+        """Return True if a matrix is multiplied in blocks of a GGML type."""
         stored = self._matrix(name)
-        return stored is not None and self._file.type_name(stored) in HELD_TYPES
+        return stored is not None and self._file.type_name(stored) in {*HELD_TYPES, *UNPACKED_TYPES}
 
     def notes(self) -> tuple[str, ...]:
-        """Say what is left out, and the loss in types that the packed form cannot hold exactly."""
+        """Say what is left out."""
         others = sum(name.startswith(OTHER_PARTS) for name in self._file.tensor_names())
-        losses = self._file.losses()
-        if not losses:
-            return left_out(others)
-        each = ", ".join(f"{name} {error:.2%}" for name, error in sorted(losses.items()))
-        return (
-            *left_out(others),
-            f"brought into packed form with a relative error of the weights of {each}",
-        )
+        return left_out(others)
 
 
 class GGUFWeights(GGUFReader):

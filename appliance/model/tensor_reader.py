@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.gguf.types import UNPACKED_TYPES, code_bits
 from appliance.kernels import arrays
 from appliance.kernels.weights.fp4 import Fp4Weight
 from appliance.kernels.weights.fp8 import Fp8Weight
@@ -173,7 +174,9 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
     if arrays.is_array(weight):
         return dense
     if isinstance(weight, GgmlWeight):
-        return weight.type_name if is_held or native else f"{weight.type_name} (held as {dense})"
+        name = weight.type_name
+        held = f"{name} in {code_bits(name)} bits" if name in UNPACKED_TYPES else name
+        return held if is_held or native else f"{name} (held as {dense})"
     if isinstance(weight, Fp8Weight):
         return "fp8" if is_held else f"fp8 (held as {dense})"
     if isinstance(weight, TrellisWeight):

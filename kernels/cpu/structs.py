@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 24  # AP_ABI
+ABI = 25  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -51,6 +51,10 @@ class Format(IntEnum):
     INT5 = 11
     INT6 = 12
     IQ4 = 13
+    IQ3_S = 14
+    IQ3_XXS = 15
+    IQ2 = 16
+    IQ1 = 17
 
 
 class ScaleFormat(IntEnum):
@@ -64,6 +68,8 @@ class ScaleFormat(IntEnum):
     Q6_K = 36
     IQ4_XS = 37
     TRELLIS = 38
+    ODD_32 = 39
+    ODD_16 = 40
 
 
 class Offset(IntEnum):

@@ -18,6 +18,10 @@ _BITS = {
     Format.INT5: 5,
     Format.INT6: 6,
     Format.IQ4: 4,
+    Format.IQ3_S: 4,
+    Format.IQ3_XXS: 4,
+    Format.IQ2: 3,
+    Format.IQ1: 3,
 }
 # Bytes of integers and halves of an output, beside 256 codes; see record_bytes in linear_layout.h.
 _RECORD_BYTES = {
@@ -26,6 +30,8 @@ _RECORD_BYTES = {
     ScaleFormat.Q4_K: 16,
     ScaleFormat.Q6_K: 18,
     ScaleFormat.IQ4_XS: 8,
+    ScaleFormat.ODD_32: 6,
+    ScaleFormat.ODD_16: 10,
 }
 
 

@@ -60,6 +60,13 @@ GGML_FORMS = {
     "Q6_K": GgmlForm(Format.INT6, Offset.CENTERED, ScaleFormat.Q6_K, 16),
     "IQ4_NL": GgmlForm(Format.IQ4, Offset.CENTERED, Format.F16, 32),
     "IQ4_XS": GgmlForm(Format.IQ4, Offset.CENTERED, ScaleFormat.IQ4_XS, 32),
+    "IQ3_S": GgmlForm(Format.IQ3_S, Offset.CENTERED, ScaleFormat.ODD_32, 32),
+    "IQ3_XXS": GgmlForm(Format.IQ3_XXS, Offset.CENTERED, ScaleFormat.ODD_32, 32),
+    "IQ2_XXS": GgmlForm(Format.IQ2, Offset.CENTERED, ScaleFormat.ODD_32, 32),
+    "IQ2_XS": GgmlForm(Format.IQ2, Offset.CENTERED, ScaleFormat.ODD_16, 16),
+    "IQ2_S": GgmlForm(Format.IQ2, Offset.CENTERED, ScaleFormat.ODD_16, 16),
+    "IQ1_S": GgmlForm(Format.IQ1, Offset.CENTERED, ScaleFormat.ODD_32, 32),
+    "IQ1_M": GgmlForm(Format.IQ1, Offset.CENTERED, ScaleFormat.ODD_16, 16),
 }
 TRELLIS_FORMATS = {2: Format.INT2, 3: Format.INT3, 4: Format.INT4, 5: Format.INT5}
 
@@ -174,7 +181,7 @@ class WeightPacker:
         return struct
 
     def _ggml(self, weight: GgmlWeight) -> LinearStruct:
-        """Keep codes, scales and offsets as they are, in as much memory as in the file."""
+        """Keep codes, scales and offsets as they are, in as much memory as the blocks."""
         form = GGML_FORMS[weight.type_name]
         out_features, in_features = weight.shape
         struct = LinearStruct(
@@ -200,7 +207,7 @@ class WeightPacker:
         return struct
 
     def _trellis(self, weight: TrellisWeight) -> LinearStruct:
-        """Keep symbols and scales, in as much memory as in the file."""
+        """Keep symbols and scales, in as much memory as the blocks."""
         out_features, in_features = weight.shape
         struct = LinearStruct(
             format=TRELLIS_FORMATS[weight.bits],

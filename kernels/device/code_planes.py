@@ -5,20 +5,10 @@ import triton.language as tl
 
 from appliance.kernels.weight_codes import ptx
 
-INT2_BF16: tl.constexpr = tl.constexpr(ptx.INT2_BF16)
-INT2_FP16: tl.constexpr = tl.constexpr(ptx.INT2_FP16)
-INT3_BF16: tl.constexpr = tl.constexpr(ptx.INT3_BF16)
-INT3_FP16: tl.constexpr = tl.constexpr(ptx.INT3_FP16)
-INT5_BF16: tl.constexpr = tl.constexpr(ptx.INT5_BF16)
-INT5_FP16: tl.constexpr = tl.constexpr(ptx.INT5_FP16)
-INT6_BF16: tl.constexpr = tl.constexpr(ptx.INT6_BF16)
-INT6_FP16: tl.constexpr = tl.constexpr(ptx.INT6_FP16)
-IQ4_BF16: tl.constexpr = tl.constexpr(ptx.IQ4_BF16)
-IQ4_FP16: tl.constexpr = tl.constexpr(ptx.IQ4_FP16)
-IQ4_0: tl.constexpr = tl.constexpr(ptx.IQ4_TABLES[0])
-IQ4_1: tl.constexpr = tl.constexpr(ptx.IQ4_TABLES[1])
-IQ4_2: tl.constexpr = tl.constexpr(ptx.IQ4_TABLES[2])
-IQ4_3: tl.constexpr = tl.constexpr(ptx.IQ4_TABLES[3])
+# Of int2, int3, int5, int6, iq4, iq3_s_4, iq3_xxs_4, iq2_3 and iq1_3; the tables of those from iq4.
+PLANES_BF16: tl.constexpr = tl.constexpr(ptx.PLANES_BF16)
+PLANES_FP16: tl.constexpr = tl.constexpr(ptx.PLANES_FP16)
+NAMED_TABLES: tl.constexpr = tl.constexpr(ptx.NAMED_TABLES)
 LANES: tl.constexpr = tl.constexpr(128)  # of all warps that share a tile
 
 
@@ -51,8 +41,8 @@ def words_of_group(b_words, TILES_N: tl.constexpr, GROUP: tl.constexpr, GROUPS: 
         return b_some
     elif b_words.numel == ROWS * 2:
         b_first, b_second = tl.split(tl.reshape(b_words, (ROWS, 2)))
-        b_some = b_first if GROUP < 2 else b_second
-        return b_some >> (8 * (GROUP % 2))
+        b_some = b_first if 2 * GROUP < GROUPS else b_second
+        return b_some >> (8 * (GROUP % 2)) if GROUPS == 4 else tl.join(b_some, b_some >> 8)
     else:
         b_lane = tl.reshape(b_words, (ROWS,)) >> (16 // GROUPS * GROUP)
         if GROUPS == 4:
@@ -62,10 +52,15 @@ def words_of_group(b_words, TILES_N: tl.constexpr, GROUP: tl.constexpr, GROUPS: 
 
 
 @triton.jit
-def iq4_value(b_code):
-    """Return the values that codes of 4 bits name, int32."""
-    b_upper = tl.where(b_code < 12, IQ4_2, IQ4_3)
-    b_table = tl.where(b_code < 8, tl.where(b_code < 4, IQ4_0, IQ4_1), b_upper)
+def named_value(b_code, CODES: tl.constexpr):
+    """Return the values that codes of 3 or 4 bits name, int32."""
+    OF_4: tl.constexpr = 1 if CODES == "iq3_s_4" else 2 if CODES == "iq3_xxs_4" else 0
+    OF_3: tl.constexpr = 3 if CODES == "iq2_3" else 4
+    TABLE: tl.constexpr = NAMED_TABLES[OF_4 if CODES[-1] == "4" else OF_3]
+    b_table = tl.where(b_code < 4, TABLE[0], TABLE[1])
+    if CODES[-1] == "4":
+        b_upper = tl.where(b_code < 12, TABLE[2], TABLE[3])
+        b_table = tl.where(b_code < 8, b_table, b_upper)
     return (b_table << (24 - 8 * (b_code & 3))) >> 24
 
 
@@ -73,14 +68,14 @@ def iq4_value(b_code):
 def plane(b_words, b_upper, CODES: tl.constexpr, PLACE: tl.constexpr, DTYPE: tl.constexpr):
     """Widen one of a word's eight codes: pair PLACE / 2, half PLACE % 2."""
     HALF: tl.constexpr = PLACE % 2 * 16
-    LOW: tl.constexpr = 2 if CODES == "int2" or CODES == "int3" else 4
+    LOW: tl.constexpr = 2 if CODES[-1] == "2" or CODES[-1] == "3" else 4
     b_code = (b_words >> (HALF + PLACE // 2 * LOW)) & ((1 << LOW) - 1)
-    if CODES == "iq4":
-        return iq4_value(b_code).to(tl.float32).to(DTYPE)
-    if CODES == "int3" or CODES == "int5":
+    if CODES[-1] == "3" or CODES == "int5":
         b_code |= ((b_upper >> (HALF + PLACE // 2)) & 1) << LOW
     if CODES == "int6":
         b_code |= ((b_upper >> (HALF + PLACE // 2 * 2)) & 3) << LOW
+    if CODES[1] == "q":
+        return named_value(b_code, CODES).to(tl.float32).to(DTYPE)
     MIDDLE_OF_HIGH: tl.constexpr = 16 if CODES == "int5" else 32
     MIDDLE: tl.constexpr = 2 if CODES == "int2" else 4 if CODES == "int3" else MIDDLE_OF_HIGH
     return (b_code - MIDDLE).to(tl.float32).to(DTYPE)
@@ -92,6 +87,11 @@ def widen_planes(b_words, b_upper, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM
 
     `b_upper` has the bits above those of `b_words`, in words of the same shape, or is None.
     """
+    INT: tl.constexpr = 1 if CODES == "int3" else 2 if CODES == "int5" else 3
+    OF_4: tl.constexpr = 5 if CODES == "iq3_s_4" else 6 if CODES == "iq3_xxs_4" else 4
+    OF_3: tl.constexpr = 7 if CODES == "iq2_3" else 8
+    IQ: tl.constexpr = OF_4 if CODES[-1] == "4" else OF_3
+    KIND: tl.constexpr = IQ if CODES[1] == "q" else 0 if CODES == "int2" else INT
     if not ASM:
         a = plane(b_words, b_upper, CODES, 0, DTYPE)
         b = plane(b_words, b_upper, CODES, 1, DTYPE)
@@ -104,7 +104,7 @@ def widen_planes(b_words, b_upper, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM
     elif tl.bfloat16 == DTYPE:
         if b_upper is None:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                INT2_BF16 if CODES == "int2" else IQ4_BF16,
+                PLANES_BF16[KIND],
                 "=h,=h,=h,=h,=h,=h,=h,=h,r",
                 [b_words],
                 dtype=(tl.bfloat16,) * 8,
@@ -113,7 +113,7 @@ def widen_planes(b_words, b_upper, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM
             )
         else:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                INT3_BF16 if CODES == "int3" else INT5_BF16 if CODES == "int5" else INT6_BF16,
+                PLANES_BF16[KIND],
                 "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
                 [b_words, b_upper],
                 dtype=(tl.bfloat16,) * 8,
@@ -122,7 +122,7 @@ def widen_planes(b_words, b_upper, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM
             )
     elif b_upper is None:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            INT2_FP16 if CODES == "int2" else IQ4_FP16,
+            PLANES_FP16[KIND],
             "=h,=h,=h,=h,=h,=h,=h,=h,r",
             [b_words],
             dtype=(tl.float16,) * 8,
@@ -131,7 +131,7 @@ def widen_planes(b_words, b_upper, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM
         )
     else:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            INT3_FP16 if CODES == "int3" else INT5_FP16 if CODES == "int5" else INT6_FP16,
+            PLANES_FP16[KIND],
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
             [b_words, b_upper],
             dtype=(tl.float16,) * 8,

@@ -1,14 +1,16 @@
 """Reads the scales of GGML's types from records, words of several numbers for each output feature.
 
-A record of a K type or of IQ4_XS is that of a block of 256 inputs: its integers of 4, 6 or 8 bits,
-and one or two halves that they are multiplied by, in as many bits as in a GGUF file. Programs take
-half of it at a time. Its rows, of a word for each of a tile's 64 features unless stated:
+A record of a K type or of IQ1 to IQ4_XS is that of a block of 256 inputs: its integers of 4, 6 or 8
+bits, and one or two halves that they are multiplied by, in as many bits as in a GGUF file. Programs
+take half of it at a time. Its rows, of a word for each of a tile's 64 features unless stated:
 
     q2_k    d and dmin; 4 rows of bytes for 4 groups each, scale in the low bits, minimum above
     q3_k    2 rows of sixes, for half of the inputs each; a row of what is left of both halves; d
     q4_k    d and dmin, then as q3_k; a half's sixes are 4 scales, then 4 minima
     q6_k    4 rows of bytes for 4 groups each, plus 128; d
     iq4_xs  2 rows, for half of the inputs each: 4 integers of 6 bits, and a byte of d
+    odd_32  a row of 4 bits for 8 groups, of which 2 n + 1 multiplies an eighth of d; d
+    odd_16  2 rows, for half of the inputs each: the same for 8 groups; d
     q5_0    halves, two groups to a word; for as many inputs as a program takes
     q5_1    scale and minimum of a group, two halves; the same
 
@@ -65,6 +67,14 @@ def load_record(
             b_0 = tl.load(p_d) >> b_n // 32 * 16
             b_1 = tl.load(p_own + 2 * i_half * SIDE)
             b_2 = tl.load(p_own + (2 * i_half + 1) * SIDE)
+        elif PARAMS == "odd_32":
+            b_0 = tl.load(p_d) >> b_n // 32 * 16
+            b_1 = tl.load(p_own) >> 16 * i_half
+            b_2 = b_1
+        elif PARAMS == "odd_16":
+            b_0 = tl.load(p_d) >> b_n // 32 * 16
+            b_1 = tl.load(p_own + i_half * SIDE)
+            b_2 = b_1
         else:
             b_first, b_second = tl.load(p_own), tl.load(p_own + SIDE)
             b_0 = (b_first >> 24 & 0xFF) | (b_second >> 16 & 0xFF00)
@@ -102,6 +112,9 @@ def record_scales(
     elif PARAMS == "q4_k":
         b_scale = float_of(b_0, 0) * less(six_bits(b_1, b_2, PLACE), 0.0)
         b_offset = -(float_of(b_0, 1) * less(six_bits(b_1, b_2, 4 + PLACE), 0.0))
+    elif PARAMS == "odd_32" or PARAMS == "odd_16":
+        b_scale = float_of(b_0, 0) * 0.25 * less(b_1 >> (4 * PLACE) & 15, -0.5)
+        b_offset = tl.zeros_like(b_scale)
     else:
         if PARAMS == "q3_k":
             b_integer = less(six_bits(b_1, b_2, PLACE), 32.0)

@@ -186,7 +186,7 @@ def scaled_planes(
     OTHER_BITS: tl.constexpr = 4 if CODES == "int4" else 5 if CODES == "int5" else 6
     BITS: tl.constexpr = 2 if CODES == "int2" else 3 if CODES == "int3" else OTHER_BITS
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
-    if not ASM or CODES == "iq4":
+    if not ASM or CODES[1] == "q":
         b_planes = to_planes(b_words, b_upper, CODES, DTYPE, ASM).to(tl.float32)
         b_scale = tl.join(b_scale, b_more_scale)[:, :, :, None, None, :]
         b_offset = tl.join(b_offset, b_more_offset)[:, :, :, None, None, :]

@@ -8,7 +8,13 @@ import torch
 
 from appliance.kernels.cpu.structs import LANES, Format
 from appliance.kernels.weights.fp4 import VALUES
-from appliance.kernels.weights.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.ggml_types import (
+    IQ1_VALUES,
+    IQ2_VALUES,
+    IQ3_S_VALUES,
+    IQ3_XXS_VALUES,
+    IQ4_VALUES,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,11 +24,12 @@ if TYPE_CHECKING:
 _WORD = 4  # bytes of an output side by side
 VALUES_OF = {
     Format.IQ4: tuple(map(float, IQ4_VALUES)),
+    Format.IQ3_S: tuple(map(float, IQ3_S_VALUES)),
+    Format.IQ3_XXS: tuple(map(float, IQ3_XXS_VALUES)),
+    Format.IQ2: tuple(map(float, IQ2_VALUES)),
+    Format.IQ1: tuple(map(float, IQ1_VALUES)),
     Format.E2M1: tuple(2 * value for value in (*VALUES, *(-value for value in VALUES))),
 }
-_WITH_NIBBLES = (Format.INT4, Format.INT5, Format.INT6, Format.E2M1, Format.IQ4)
-_WITH_PAIRS = (Format.INT2, Format.INT3, Format.INT6)
-_WITH_BITS = (Format.INT3, Format.INT5)
 
 
 def widen(tiles: LinearTiles, dtype: torch.dtype) -> Tensor:
@@ -47,7 +54,7 @@ def _values(tiles: LinearTiles) -> Tensor:
     if tiles.format is Format.INT8:
         words = codes.view(tiles.num_tiles, -1, LANES, _WORD)
         return words.transpose(1, 2).flatten(2).float()
-    if tiles.format in (Format.INT4, *VALUES_OF):
+    if tiles.bits == 4:
         found = _spread(codes.view(tiles.num_tiles, -1, LANES, _WORD), 4)
     else:
         found = _of_planes(tiles)
@@ -59,8 +66,8 @@ def _of_planes(tiles: LinearTiles) -> Tensor:
     """Join the planes of 32 inputs: nibbles, pairs of bits, bits."""
     pieces = tiles.codes.view(tiles.num_tiles, tiles.in_features // 32, -1)
     total, at, low = None, 0, 0
-    for formats, bits in ((_WITH_NIBBLES, 4), (_WITH_PAIRS, 2), (_WITH_BITS, 1)):
-        if tiles.format not in formats:
+    for bits in (4, 2, 1):
+        if not tiles.bits & bits:
             continue
         size = 32 * bits * LANES // 8
         plane = pieces[:, :, at : at + size].reshape(tiles.num_tiles, -1, LANES, _WORD)

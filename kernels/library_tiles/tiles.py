@@ -23,6 +23,10 @@ _BITS = {
     Format.INT4: 4,
     Format.E2M1: 4,
     Format.IQ4: 4,
+    Format.IQ3_S: 4,
+    Format.IQ3_XXS: 4,
+    Format.IQ2: 3,
+    Format.IQ1: 3,
     Format.INT5: 5,
     Format.INT6: 6,
     Format.INT8: 8,
@@ -93,7 +97,7 @@ class LinearTiles:
     @property
     def middle(self) -> int:
         """The code that stands for 0 in a centered format."""
-        names_values = self.format in (Format.E2M1, Format.IQ4)
+        names_values = self.format is Format.E2M1 or self.format >= Format.IQ4
         return 0 if names_values else 1 << (self.bits - 1)
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -168,6 +172,11 @@ def _iq4_xs(integers: Tensor) -> tuple[Tensor, None]:
     return (nibbles | pairs << 4) - 32, None
 
 
+def _odd(integers: Tensor) -> tuple[Tensor, None]:
+    nibbles = torch.stack((integers & 15, integers >> 4), dim=3).flatten(2, 3)
+    return (2 * nibbles + 1) * 0.125, None
+
+
 # Rows of integers and of halves in a record.
 _RECORDS = {
     ScaleFormat.Q2_K: (16, 2),
@@ -175,6 +184,8 @@ _RECORDS = {
     ScaleFormat.Q4_K: (12, 2),
     ScaleFormat.Q6_K: (16, 1),
     ScaleFormat.IQ4_XS: (6, 1),
+    ScaleFormat.ODD_32: (4, 1),
+    ScaleFormat.ODD_16: (8, 1),
 }
 _UNPACK = {
     ScaleFormat.Q2_K: _nibbles,
@@ -182,4 +193,6 @@ _UNPACK = {
     ScaleFormat.Q4_K: _q4_k,
     ScaleFormat.Q6_K: _signed_bytes,
     ScaleFormat.IQ4_XS: _iq4_xs,
+    ScaleFormat.ODD_32: _odd,
+    ScaleFormat.ODD_16: _odd,
 }

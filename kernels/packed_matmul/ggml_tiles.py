@@ -133,6 +133,14 @@ def _words_of_iq4_xs(blocks: Tensor, block_k: int) -> Tensor:
     return to_int32(words | blocks[..., :2].to(torch.int64) << 24)
 
 
+def _words_of_odd_32(blocks: Tensor, block_k: int) -> Tensor:
+    return _words_at(blocks, 2)
+
+
+def _words_of_odd_16(blocks: Tensor, block_k: int) -> Tensor:
+    return _words(blocks[..., 2:10])
+
+
 def _halves_of_groups(blocks: Tensor, block_k: int) -> Tensor:
     """Return two groups' halves in each word."""
     return _by_block(half_at(blocks, 0).view(torch.int16), block_k).view(torch.int32)
@@ -181,4 +189,11 @@ GGML_TILES = {
     "Q6_K": GgmlTiles(Codes.INT6, Params.Q6_K, 16, _words_of_q6_k, d_at=208),
     "IQ4_NL": GgmlTiles(Codes.IQ4, Params.Q5_0, 32, _halves_of_groups),
     "IQ4_XS": GgmlTiles(Codes.IQ4, Params.IQ4_XS, 32, _words_of_iq4_xs),
+    "IQ3_S": GgmlTiles(Codes.IQ3_S, Params.ODD_32, 32, _words_of_odd_32, d_at=0),
+    "IQ3_XXS": GgmlTiles(Codes.IQ3_XXS, Params.ODD_32, 32, _words_of_odd_32, d_at=0),
+    "IQ2_XXS": GgmlTiles(Codes.IQ2, Params.ODD_32, 32, _words_of_odd_32, d_at=0),
+    "IQ2_XS": GgmlTiles(Codes.IQ2, Params.ODD_16, 16, _words_of_odd_16, d_at=0),
+    "IQ2_S": GgmlTiles(Codes.IQ2, Params.ODD_16, 16, _words_of_odd_16, d_at=0),
+    "IQ1_S": GgmlTiles(Codes.IQ1, Params.ODD_32, 32, _words_of_odd_32, d_at=0),
+    "IQ1_M": GgmlTiles(Codes.IQ1, Params.ODD_16, 16, _words_of_odd_16, d_at=0),
 }

@@ -9,7 +9,7 @@ FOLDED, weights take it, and all products add to one sum.
 import triton
 import triton.language as tl
 
-from appliance.kernels.device.code_planes import code_of, iq4_value
+from appliance.kernels.device.code_planes import code_of, named_value
 from appliance.kernels.device.dependent_launch import prefetch_lines, wait_for_previous
 from appliance.kernels.device.group_products import (
     add_group,
@@ -332,6 +332,7 @@ def rows_kernel(
     blocks_k,
     BITS: tl.constexpr,
     MIDDLE: tl.constexpr,  # the code that stands for 0; None if codes name values
+    CODES: tl.constexpr,  # those; else None
     WORDS: tl.constexpr,
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
@@ -353,7 +354,7 @@ def rows_kernel(
     b_tile = b_tile + (i_block * (BLOCK_K // TILE_K) + o_k // TILE_K)[None, :]
     b_n, b_k = (b_row % TILE_N)[:, None], (o_k % TILE_K)[None, :]
     b_code = code_of(codes_ptr + b_tile * WORDS, b_n, b_k, BITS)
-    b_value = iq4_value(b_code) if MIDDLE is None else b_code - MIDDLE
+    b_value = named_value(b_code, CODES) if MIDDLE is None else b_code - MIDDLE
     b_0, b_1, b_2, b_3 = load_record(params_ptr, b_row, 0, i_block, blocks_k, RECORD, PARAMS)
     b_scale = tl.zeros((BLOCK_M, GROUPS), tl.float32)
     b_offset = tl.zeros((BLOCK_M, GROUPS), tl.float32)

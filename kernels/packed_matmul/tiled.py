@@ -49,7 +49,12 @@ class Codes(Enum):
     INT8 = "int8"
     FP8 = "fp8"
     FP4 = "fp4"
-    IQ4 = "iq4"  # names values of a table
+    # Codes that name values of a table
+    IQ4 = "iq4"
+    IQ3_S = "iq3_s_4"
+    IQ3_XXS = "iq3_xxs_4"
+    IQ2 = "iq2_3"
+    IQ1 = "iq1_3"
     TRELLIS2 = "trellis2"  # symbols of `TrellisWeight`
     TRELLIS3 = "trellis3"
     TRELLIS4 = "trellis4"
@@ -58,6 +63,11 @@ class Codes(Enum):
     @property
     def bits(self) -> int:
         return int(self.value[-1])
+
+    @property
+    def names_values(self) -> bool:
+        """True if codes are places in a table of values."""
+        return self.value.startswith("iq")
 
     @property
     def is_trellis(self) -> bool:
@@ -81,6 +91,8 @@ class Params(Enum):
     IQ4_XS = "iq4_xs"
     Q5_0 = "q5_0"
     Q5_1 = "q5_1"
+    ODD_32 = "odd_32"
+    ODD_16 = "odd_16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,8 @@ _RECORD_WORDS = {
     Params.Q4_K: 4 * TILE_N,
     Params.Q6_K: 4 * TILE_N + TILE_N // 2,
     Params.IQ4_XS: 2 * TILE_N,
+    Params.ODD_32: TILE_N + TILE_N // 2,
+    Params.ODD_16: 2 * TILE_N + TILE_N // 2,
 }
 
 

@@ -175,7 +175,8 @@ def rows_constexprs(
     middle = 0 if params_kind in OFFSETS else 1 << (kind.bits - 1)
     return {
         "BITS": kind.bits,
-        "MIDDLE": None if kind is Codes.IQ4 else middle,
+        "MIDDLE": None if kind.names_values else middle,
+        "CODES": kind.value if kind.names_values else None,
         "WORDS": order.words,
         "TILE_K": order.tile_k,
         "PARAMS": params_kind.value,

@@ -285,7 +285,7 @@ def to_weights(
     AXES: tl.constexpr,  # of order.py
     SIDE_N: tl.constexpr,
     SIDE_K: tl.constexpr,
-    CODES: tl.constexpr,  # "int2" to "int6", "int8", "fp8", "fp4" or "iq4"
+    CODES: tl.constexpr,  # "int2" to "int6", "int8", "fp8", "fp4", or of `NAMED_TABLES`
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):

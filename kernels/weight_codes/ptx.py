@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.kernels.weights.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.ggml_types import (
+    IQ1_VALUES,
+    IQ2_VALUES,
+    IQ3_S_VALUES,
+    IQ3_XXS_VALUES,
+    IQ4_VALUES,
+)
 from appliance.kernels.weights.trellis import BITS, TABLES
 
 if TYPE_CHECKING:
@@ -72,14 +78,6 @@ def _both(half: int) -> str:
 # 128 + q less 136, and 1024 + q less 1032.
 INT4_BF16 = _integers("bf16", 4, center=8)
 INT4_FP16 = _integers("f16", 4, center=8)
-INT2_BF16 = _integers("bf16", 2, center=2)
-INT2_FP16 = _integers("f16", 2, center=2)
-INT3_BF16 = _integers("bf16", 2, 1, center=4)
-INT3_FP16 = _integers("f16", 2, 1, center=4)
-INT5_BF16 = _integers("bf16", 4, 1, center=16)
-INT5_FP16 = _integers("f16", 4, 1, center=16)
-INT6_BF16 = _integers("bf16", 4, 2, center=32)
-INT6_FP16 = _integers("f16", 4, 2, center=32)
 # 128 + q less 128 + zero point, and 1024 + q less 1024 + zero point.
 INT4_ZERO_BF16 = _integers("bf16", 4, center=None)
 INT4_ZERO_FP16 = _integers("f16", 4, center=None)
@@ -157,26 +155,43 @@ def _in_words(values: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-# The 16 values that codes of IQ4 name.
-IQ4_TABLES = _in_words(IQ4_VALUES)
+# The values that codes name: of iq4, iq3_s_4, iq3_xxs_4, iq2_3 and iq1_3.
+NAMED_TABLES = tuple(
+    _in_words(values)
+    for values in (IQ4_VALUES, IQ3_S_VALUES, IQ3_XXS_VALUES, IQ2_VALUES, IQ1_VALUES)
+)
 
 
-def _iq4(dtype: str) -> str:
-    """Return the PTX for codes that name values of -128 to 127, each a byte of four registers.
+def _named(dtype: str, table: Sequence[int]) -> str:
+    """Return the PTX for codes that name values of -128 to 127, each a byte of some registers.
 
-    `prmt` chooses one of the lower and one of the upper eight, and the fourth bit of the code
-    chooses of those two. Operand 8 is the word.
+    Of 4 bits, `prmt` chooses one of the lower and one of the upper eight, and the fourth bit of the
+    code chooses of those two. Operand 8 is the word. Of 3 bits, operand 9 has their third ones, and
+    the bits of both are moved to nibbles first.
     """
     lines = [
         ".reg .b32 t, u, v, w, x, y, a, b, c, d, one, minus;",
         f"mov.b32 one, {'0xbf80bf80' if dtype == 'bf16' else '0x3c003c00'};",
         "mov.b32 minus, 0xe480e480;",
-        *_selectors("$8", "t", "u"),
-        *_looked_up("t", "u", IQ4_TABLES, "x"),
-        "shr.u32 t, t, 16;",
-        "shr.u32 u, u, 16;",
-        *_looked_up("t", "u", IQ4_TABLES, "y"),
     ]
+    if len(table) == 4:
+        lines += [
+            *_selectors("$8", "t", "u"),
+            *_looked_up("t", "u", table, "x"),
+            "shr.u32 t, t, 16;",
+            "shr.u32 u, u, 16;",
+            *_looked_up("t", "u", table, "y"),
+        ]
+    else:
+        lines += [
+            *_apart("$8", "t", 0x00FF00FF, (4, 0x0F0F0F0F), (2, 0x33333333)),
+            *_apart("$9", "u", 0x000F000F, (6, 0x03030303), (3, 0x11111111)),
+            "shl.b32 u, u, 2;",
+            "or.b32 t, t, u;",
+            _of_eight("t", table, "x"),
+            "shr.u32 t, t, 16;",
+            _of_eight("t", table, "y"),
+        ]
     for i, pair in enumerate("abcd"):
         lines.append(f"prmt.b32 t, x, y, 0x{i + 4}{i + 4}{i}{i};")
         if dtype == "bf16":  # as INT8_BF16
@@ -192,6 +207,15 @@ def _iq4(dtype: str) -> str:
             ]
     lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
     return _block(*lines)
+
+
+def _apart(operand: str, found: str, mask: int, *moves: tuple[int, int]) -> list[str]:
+    """Return PTX that keeps the bits of a mask, then by each move shifts half of them apart."""
+    lines = [f"and.b32 {found}, {operand}, 0x{mask:08x};"]
+    for left, kept in moves:
+        lines.append(f"shl.b32 v, {found}, {left};")
+        lines.append(f"lop3.b32 {found}, {found}, v, 0x{kept:08x}, 0xa8;")  # a | b, & c
+    return lines
 
 
 def _selectors(codes: str, of_eight: str, of_two: str) -> list[str]:
@@ -217,8 +241,19 @@ def _of_eight(codes: str, table: Sequence[int], found: str) -> str:
     return f"prmt.b32 {found}, {first}, {second}, {codes};"
 
 
-IQ4_BF16 = _iq4("bf16")
-IQ4_FP16 = _iq4("f16")
+def _planes(dtype: str) -> tuple[str, ...]:
+    """Return the PTX of `widen_planes` for int2, int3, int5 and int6, then those of the tables."""
+    return (
+        _integers(dtype, 2, center=2),
+        _integers(dtype, 2, 1, center=4),
+        _integers(dtype, 4, 1, center=16),
+        _integers(dtype, 4, 2, center=32),
+        *(_named(dtype, table) for table in NAMED_TABLES),
+    )
+
+
+PLANES_BF16 = _planes("bf16")
+PLANES_FP16 = _planes("f16")
 
 
 def _one_back(found: str, codes: str, before: str) -> str:

@@ -1,7 +1,8 @@
-"""The layouts of GGML's quantized types that are multiplied as they are stored.
+"""The layouts of GGML's quantized types as they are held and multiplied.
 
-Layouts are those of llama.cpp's ggml-common.h; numbers, sizes and values agree with the `gguf`
-package. Imports nothing of ours but `arrays`.
+Layouts are those of llama.cpp's ggml-common.h but for IQ1 to IQ3, whose files store 4 or 8 weights
+as a place in a grid: they are held with a code of 3 or 4 bits for each weight. Numbers and values
+agree with the `gguf` package. Imports nothing of ours but `arrays`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 SUPERBLOCK = 256  # weights in a block of a K type
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _and_negative(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values of codes whose uppermost bit is a sign."""
+    return values + tuple(-value for value in values)
+
+
+# The values of codes of IQ1 to IQ3, as multiples of an eighth of the block's d times an odd number.
+# Of IQ1, a code's uppermost bit says whether the grid's -1, 0 or 1 is raised or lowered by 1/8. The
+# fourth of four is never stored.
+IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
+IQ2_VALUES = _and_negative((8, 25, 43, 0))
+IQ3_S_VALUES = _and_negative((8, 24, 40, 56, 72, 88, 104, 120))
+IQ3_XXS_VALUES = _and_negative((8, 24, 40, 56, 72, 88, 104, 124))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +70,11 @@ class GgmlType:
         block_size: weights in a block.
         block_bytes: bytes of a block.
         halves: where a block's float16 scales lie.
-        middle: the code that stands for 0; 0 where groups have offsets, None if codes index
-            `IQ4_VALUES`.
+        middle: the code that stands for 0; 0 where groups have offsets, None if codes name
+            values.
         codes: from blocks (rows, blocks, block_bytes) uint8 to codes (rows, in_features) uint8.
         scales: from blocks to the exact scale and offset of each group, (rows, groups) float32.
+        values: what codes name where `middle` is None.
     """
 
     number: int
@@ -68,12 +84,13 @@ class GgmlType:
     middle: int | None
     codes: Callable[[Tensor], Tensor]
     scales: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    values: tuple[int, ...] = IQ4_VALUES
 
     def decode(self, blocks: Tensor) -> Decoded:
         """Decode blocks (rows, blocks, block_bytes) uint8."""
         codes = self.codes(blocks)
         if self.middle is None:
-            table = arrays.like(codes, np.array(IQ4_VALUES, dtype=np.int8))
+            table = arrays.like(codes, np.array(self.values, dtype=np.int8))
             codes = table[codes.long()]
         elif self.middle:
             codes = arrays.viewed(codes, "int8") - self.middle
@@ -124,6 +141,16 @@ def integers_of_iq4_xs(blocks: Tensor) -> Tensor:
     return integers
 
 
+def odd_integers(blocks: Tensor, groups: int) -> Tensor:
+    """Return an integer of 4 bits for each group, whose scale is (2 * integer + 1) * d / 8.
+
+    They are the nibbles of the bytes after d, the lower one first.
+    """
+    octets = blocks[..., 2 : 2 + groups // 2]
+    nibbles: Tensor = arrays.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
+    return nibbles
+
+
 def _scales_of_q2_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
     integers = bytes_of_q2_k(blocks)
     scale = half_at(blocks, 80).float().unsqueeze(-1) * (integers & 0xF)
@@ -148,6 +175,11 @@ def _scales_of_q6_k(blocks: Tensor) -> tuple[Tensor, None]:
 
 def _scales_of_iq4_xs(blocks: Tensor) -> tuple[Tensor, None]:
     return _around_32(integers_of_iq4_xs(blocks), half_at(blocks, 0))
+
+
+def _odd_scales(blocks: Tensor, groups: int) -> tuple[Tensor, None]:
+    odd = 2 * odd_integers(blocks, groups).float() + 1
+    return (half_at(blocks, 0).float().unsqueeze(-1) * 0.125 * odd).flatten(1), None
 
 
 def _one_half(blocks: Tensor) -> tuple[Tensor, None]:
@@ -206,6 +238,42 @@ def _five_bits(blocks: Tensor, start: int) -> Tensor:
     return codes
 
 
+def _three_bits(number: int, groups: int, values: tuple[int, ...]) -> GgmlType:
+    """Return a type of a d, integers of 4 bits for each group, third bits and pairs of bits."""
+    bits = 2 + groups // 2
+
+    def codes(blocks: Tensor) -> Tensor:
+        pairs, upper = _pairs(blocks[..., bits + 32 :]), _bits(blocks[..., bits : bits + 32])
+        found: Tensor = (pairs | upper << 2).flatten(1)
+        return found
+
+    return _of_odd_scales(number, groups, bits + 96, codes, values)
+
+
+def _four_bits(number: int, values: tuple[int, ...]) -> GgmlType:
+    """Return a type of a d, integers of 4 bits for groups of 32, and nibbles."""
+    return _of_odd_scales(number, 8, 134, lambda blocks: _nibbles(blocks[..., 6:], 16), values)
+
+
+def _of_odd_scales(
+    number: int,
+    groups: int,
+    block_bytes: int,
+    codes: Callable[[Tensor], Tensor],
+    values: tuple[int, ...],
+) -> GgmlType:
+    return GgmlType(
+        number,
+        SUPERBLOCK,
+        block_bytes,
+        (0,),
+        None,
+        codes,
+        lambda blocks: _odd_scales(blocks, groups),
+        values,
+    )
+
+
 # By type: halves d (and dmin or a minimum m), integer scales (and minima), planes of codes.
 GGML_TYPES: dict[str, GgmlType] = {
     # d, 32 fifth bits, 32 nibbles
@@ -252,4 +320,12 @@ GGML_TYPES: dict[str, GgmlType] = {
         lambda blocks: _nibbles(blocks[..., 8:], 16),
         _scales_of_iq4_xs,
     ),
+    # Of files' grids, see `appliance.gguf.grids`; 16 groups, or 8
+    "IQ1_S": _three_bits(19, 8, IQ1_VALUES),
+    "IQ1_M": _three_bits(29, 16, IQ1_VALUES),
+    "IQ2_XXS": _three_bits(16, 8, IQ2_VALUES),
+    "IQ2_XS": _three_bits(17, 16, IQ2_VALUES),
+    "IQ2_S": _three_bits(22, 16, IQ2_VALUES),
+    "IQ3_XXS": _four_bits(18, IQ3_XXS_VALUES),
+    "IQ3_S": _four_bits(21, IQ3_S_VALUES),
 }

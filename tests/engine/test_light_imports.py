@@ -89,7 +89,7 @@ def modules_after_serving(program: str, *given: object) -> tuple[set[str], set[s
 
 
 def test_serving_a_native_family_loads_neither(tmp_path: Path) -> None:
-    """GGUF files of each type of codes and of one that is widened, quantized folders, ranks."""
+    """GGUF files of each type of codes, quantized folders, ranks."""
     models = [write_family(family, tmp_path / family) for family in FAMILIES]
     models.append(write_llama(tmp_path / "held.gguf", (*GGML_TYPES, "MXFP4")))
     models.append(write_llama(tmp_path / "packed.gguf", ("Q4_0", "Q4_1", "Q8_0")))

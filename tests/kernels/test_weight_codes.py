@@ -22,7 +22,13 @@ from appliance.kernels.packed_matmul.tiled import (
 from appliance.kernels.weight_codes import ptx
 from appliance.kernels.weight_codes.order import TILE_N, TileOrder
 from appliance.kernels.weights.fp4 import GROUPS, VALUES
-from appliance.kernels.weights.ggml_types import IQ4_VALUES
+from appliance.kernels.weights.ggml_types import (
+    IQ1_VALUES,
+    IQ2_VALUES,
+    IQ3_S_VALUES,
+    IQ3_XXS_VALUES,
+    IQ4_VALUES,
+)
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from appliance.kernels.weights.trellis import BITS, STATE_BITS, TABLES, places_of
 
@@ -178,10 +184,11 @@ PLANES = {2: (2, 0), 3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits of a code in its t
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_code_whose_bits_lie_in_planes(bits: int, dtype: torch.dtype) -> None:
     low, high = PLANES[bits]
-    suffix = "BF16" if dtype is BF16 else "FP16"
+    texts = ptx.PLANES_BF16 if dtype is BF16 else ptx.PLANES_FP16
+    text = texts[list(PLANES).index(bits)]
     random = np.random.default_rng(0)
     words = random.integers(0, 1 << 32, (1 + (high > 0), 4096), dtype=np.uint32)
-    found = evaluate(getattr(ptx, f"INT{bits}_{suffix}"), [16] * 8, *words)
+    found = evaluate(text, [16] * 8, *words)
     for plane in range(8):
         pair, half = divmod(plane, 2)
         codes = words[0] >> (16 * half + low * pair) & ((1 << low) - 1)
@@ -192,14 +199,35 @@ def test_every_code_whose_bits_lie_in_planes(bits: int, dtype: torch.dtype) -> N
         assert np.array_equal(found[plane], bits_of(expected, dtype).numpy())
 
 
-@pytest.mark.parametrize(("text", "dtype"), [(ptx.IQ4_BF16, BF16), (ptx.IQ4_FP16, FP16)])
-def test_every_code_that_names_a_value(text: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("texts", "dtype"), [(ptx.PLANES_BF16, BF16), (ptx.PLANES_FP16, FP16)])
+@pytest.mark.parametrize(
+    ("kind", "named"), [(4, IQ4_VALUES), (5, IQ3_S_VALUES), (6, IQ3_XXS_VALUES)]
+)
+def test_every_code_of_4_bits_that_names_a_value(
+    texts: tuple[str, ...], dtype: torch.dtype, kind: int, named: tuple[int, ...]
+) -> None:
     words = words_of_all_codes(4)
-    found = evaluate(text, [16] * 8, words.numpy().astype(np.uint32))
-    values = torch.tensor(IQ4_VALUES)
+    found = evaluate(texts[kind], [16] * 8, words.numpy().astype(np.uint32))
+    values = torch.tensor(named)
     for plane, place in zip(range(8), TileOrder(4).places(), strict=True):
         expected = bits_of(values[words >> place * 4 & 15], dtype)
         assert np.array_equal(found[plane], expected.numpy())
+
+
+@pytest.mark.parametrize(("texts", "dtype"), [(ptx.PLANES_BF16, BF16), (ptx.PLANES_FP16, FP16)])
+@pytest.mark.parametrize(("kind", "named"), [(7, IQ2_VALUES), (8, IQ1_VALUES)])
+def test_every_code_of_3_bits_that_names_a_value(
+    texts: tuple[str, ...], dtype: torch.dtype, kind: int, named: tuple[int, ...]
+) -> None:
+    random = np.random.default_rng(0)
+    words, upper = random.integers(0, 1 << 32, (2, 4096), dtype=np.uint32)
+    found = evaluate(texts[kind], [16] * 8, words, upper)
+    values = torch.tensor(named)
+    for plane in range(8):
+        pair, half = divmod(plane, 2)
+        codes = words >> (16 * half + 2 * pair) & 3 | (upper >> (16 * half + pair) & 1) << 2
+        expected = values[torch.from_numpy(codes.astype(np.int64))]
+        assert np.array_equal(found[plane], bits_of(expected, dtype).numpy())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -12,6 +12,7 @@ from support.models.native_models import native
 from support.models.teacher_forcing import logits_of
 
 from appliance.gguf import read_header
+from appliance.gguf.types import UNPACKED_TYPES, held_bytes
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.weights.ggml import GgmlWeight
 from appliance.kernels.weights.ggml_types import GGML_TYPES
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CPU_DEVICE = torch.device("cpu")
-ALL = (*GGML_TYPES, "MXFP4", "Q8_0")
+ALL = (*GGML_TYPES, "TQ1_0", "TQ2_0", "MXFP4", "Q8_0")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,26 @@ def test_logits_are_as_close_to_exact_weights_as_those_of_q4_0(
     assert divergence(every_type, token_ids) < 1.5 * q4_0 < 0.01
 
 
-def test_memory_is_that_of_the_file_and_of_the_plan(every_type: Path) -> None:
-    stored = sum(info.nbytes for info in read_header(every_type).tensors.values())
+def size_of(path: Path) -> float:
+    """Bytes of a file's tensors in the forms in which their types are held."""
+    tensors = read_header(path).tensors.values()
+    return sum(held_bytes(info.type) * math.prod(info.shape) for info in tensors)
+
+
+@pytest.mark.parametrize("name", UNPACKED_TYPES)
+def test_unpacked_types_are_exact_too(tmp_path: Path, token_ids: list[int], name: str) -> None:
+    path = write_llama(tmp_path / "model.gguf", [name])
+    plain = write_llama(tmp_path / "plain.gguf", [name], plain=True)
+    expected, found = (
+        logits_of(load_decoder(open_model(one), REFERENCE, CPU_DEVICE, torch.float32), token_ids)
+        for one in (plain, path)
+    )
+    assert torch.equal(found, expected)
+    assert divergence(path, token_ids) < 0.01
+
+
+def test_memory_is_that_of_the_held_types_and_of_the_plan(every_type: Path) -> None:
+    stored = size_of(every_type)
     held = native(every_type).weight_bytes
     assert held == pytest.approx(stored, rel=0.03)
     assert held <= estimate_native_bytes(open_model(every_type), torch.float32) < 1.03 * stored
@@ -60,6 +79,9 @@ def test_formats_have_the_types_names(tmp_path: Path) -> None:
     assert native(path).weight_format == "Q4_K + Q6_K, head Q4_K"
     decoder = load_decoder(open_model(path), CPU, CPU_DEVICE, torch.bfloat16)
     assert decoder.weight_format == "Q4_K (held as bf16) + Q6_K (held as bf16), head Q4_K"
+    path = write_llama(tmp_path / "unpacked.gguf", ["IQ2_XS", "IQ3_S", "TQ2_0", "IQ1_M"])
+    assert native(path).weight_format.startswith("IQ2_XS in 3 bits + ")
+    assert "IQ3_S in 4 bits" in native(path).weight_format
 
 
 def test_a_gpu_holds_the_types_of_the_file_and_the_format_names_them(
@@ -79,7 +101,7 @@ def test_a_gpu_holds_the_types_of_the_file_and_the_format_names_them(
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plan_of_a_gpu_has_the_bytes_of_the_file(tmp_path: Path, tied: bool) -> None:
     path = write_llama(tmp_path / "model.gguf", tuple(GGML_TYPES), tied=tied)
-    stored = sum(info.nbytes for info in read_header(path).tensors.values())
+    stored = size_of(path)
     source, gpu = open_model(path), torch.device("cuda")
     planned = estimate_weight_bytes(source, gpu, torch.bfloat16)
     assert stored <= planned < 1.03 * stored

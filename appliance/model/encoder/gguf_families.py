@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.gguf.types import FLOAT_BITS, held_bytes, widened_bits
+from appliance.gguf.types import FLOAT_BITS, code_bits, held_bytes
 from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.model.encoder.spec import (
@@ -88,7 +88,7 @@ class GGUFTensors:
     def bytes_per_weight(self, name: str) -> float | None:
         """Return what a matrix takes as kernels hold it, scales included; None if it is dense."""
         kind = self.file.type(name)
-        dense = widened_bits(kind.name) is None and kind.name not in FLOAT_BITS
+        dense = code_bits(kind.name) is None and kind.name not in FLOAT_BITS
         return None if dense else held_bytes(kind)
 
 

@@ -20,7 +20,11 @@ typedef enum {
     AP_INT3 = 10,
     AP_INT5 = 11,
     AP_INT6 = 12,
-    AP_IQ4 = 13, /* 4 bits, indices of the 16 values of GGML's IQ4_NL */
+    AP_IQ4 = 13, /* 4 bits that name values, see code_values; of GGML's IQ4_NL */
+    AP_IQ3_S = 14,
+    AP_IQ3_XXS = 15,
+    AP_IQ2 = 16, /* 3 bits that name values */
+    AP_IQ1 = 17,
 } ap_format;
 
 /* Formats of scales besides AP_F16 and AP_F32. A GGML type's scales are stored as in its blocks of
@@ -34,9 +38,13 @@ typedef enum {
     AP_SCALES_Q6_K = 36,
     AP_SCALES_IQ4_XS = 37,
     AP_SCALES_TRELLIS = 38, /* a float of each output; codes are symbols of a trellis */
+    AP_SCALES_ODD_32 = 39, /* 2 q + 1 for integers q of 4 bits, times an eighth of the half */
+    AP_SCALES_ODD_16 = 40, /* the same of groups of 16 */
 } ap_scale_format;
 
-/* Types of GGML whose blocks ap_linear_pack_ggml takes; their numbers are GGML's. */
+/* Types of GGML whose blocks ap_linear_pack_ggml takes; their numbers are GGML's. Of IQ1 to IQ3 it
+ * takes blocks with a code for each weight: a half, nibbles of scales, then 256 nibbles as those of
+ * IQ4_XS, or third bits and pairs of bits as those of Q3_K. */
 typedef enum {
     AP_GGML_Q5_0 = 6,
     AP_GGML_Q5_1 = 7,
@@ -45,14 +53,21 @@ typedef enum {
     AP_GGML_Q4_K = 12,
     AP_GGML_Q5_K = 13,
     AP_GGML_Q6_K = 14,
+    AP_GGML_IQ2_XXS = 16,
+    AP_GGML_IQ2_XS = 17,
+    AP_GGML_IQ3_XXS = 18,
+    AP_GGML_IQ1_S = 19,
     AP_GGML_IQ4_NL = 20,
+    AP_GGML_IQ3_S = 21,
+    AP_GGML_IQ2_S = 22,
     AP_GGML_IQ4_XS = 23,
+    AP_GGML_IQ1_M = 29,
 } ap_ggml_type;
 
 /* The value of an integer weight's code q; scale and offset are per output and group. */
 typedef enum {
     AP_CENTERED = 0,   /* w = (q - 8) * scale with 4 bits, (q - 128) * scale with 8, and so on; with
-                        * AP_E2M1 twice the value of the code, times scale; with AP_IQ4 its value */
+                        * AP_E2M1 twice the value of the code, times scale; from AP_IQ4 on its value */
     AP_ADDITIVE = 1,   /* w = q * scale + offset */
     AP_ZERO_POINT = 2, /* w = (q - offset) * scale */
 } ap_offset_kind;
@@ -65,7 +80,8 @@ typedef enum {
  *   AP_E2M1  the same as AP_INT4: codes of a sign, two bits of exponent and one of mantissa, of
  *            twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6; AP_CENTERED
  *   AP_INT8  (in / 4, 16, 4) bytes: byte [k][j][t] holds output j, input 4k + t; unsigned
- *   AP_IQ4   the same as AP_INT4; AP_CENTERED
+ *   AP_IQ4, AP_IQ3_S, AP_IQ3_XXS  the same as AP_INT4; AP_CENTERED
+ *   AP_IQ2, AP_IQ1  the same as AP_INT3; AP_CENTERED
  *   AP_INT2, AP_INT3, AP_INT5, AP_INT6  (in / 32) pieces of up to three planes, one after another:
  *            the lower four bits as in AP_INT4 (not of AP_INT2, AP_INT3);
  *            two bits (2, 16, 4) bytes: bits 2v and 2v + 1 of byte [k][j][t] are of output j, input

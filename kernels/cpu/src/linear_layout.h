@@ -43,6 +43,8 @@ static inline int32_t format_bits(int32_t format) {
         case AP_INT5:
             return 5;
         case AP_INT3:
+        case AP_IQ2:
+        case AP_IQ1:
             return 3;
         case AP_INT2:
             return 2;
@@ -50,6 +52,9 @@ static inline int32_t format_bits(int32_t format) {
             return 4;
     }
 }
+
+/* true if codes name values */
+static inline bool names_values(int32_t format) { return format >= AP_IQ4; }
 
 /* the code of weight 0 in a centered format */
 static inline int32_t middle_code(int32_t format) { return 1 << (format_bits(format) - 1); }
@@ -69,6 +74,10 @@ static inline int32_t record_bytes(int32_t scale_format) {
             return 16 + 2;
         case AP_SCALES_IQ4_XS:
             return 6 + 2;
+        case AP_SCALES_ODD_32:
+            return 4 + 2;
+        case AP_SCALES_ODD_16:
+            return 8 + 2;
         default:
             return 0;
     }
@@ -123,6 +132,10 @@ static inline bool superblock_supported(const ap_linear *w) {
             return w->format == AP_INT6 && w->group == 16 && centered;
         case AP_SCALES_IQ4_XS:
             return w->format == AP_IQ4 && w->group == 32 && centered;
+        case AP_SCALES_ODD_32:
+            return w->format > AP_IQ4 && w->group == 32 && centered;
+        case AP_SCALES_ODD_16:
+            return (w->format == AP_IQ2 || w->format == AP_IQ1) && w->group == 16 && centered;
         default:
             return false;
     }
@@ -132,7 +145,7 @@ static inline bool superblock_supported(const ap_linear *w) {
 static inline bool linear_supported(const ap_linear *w) {
     if (w->in_features < 1 || w->out_features < 1 || !w->codes) return false;
     if (w->format == AP_F32 || w->format == AP_F16 || w->format == AP_BF16) return true;
-    if (!has_groups(w) || w->format > AP_IQ4) return false;
+    if (!has_groups(w) || w->format > AP_IQ1) return false;
     if (w->scale_format == AP_SCALES_NONE)
         return w->format == AP_INT8 && w->offset_kind == AP_CENTERED && w->group == AP_LANES &&
                w->in_features % AP_LANES == 0;
@@ -144,9 +157,10 @@ static inline bool linear_supported(const ap_linear *w) {
     if (w->in_features % w->group) return false;
     if (w->scale_format == AP_E8M0) return w->format == AP_E2M1 && w->offset_kind == AP_CENTERED;
     if (w->scale_format != AP_F16 && w->scale_format != AP_F32) return false;
+    if (w->format > AP_IQ4) return false;
     if (has_planes(w) && (w->group != 32 || w->scale_format != AP_F16)) return false;
     if (w->offset_kind == AP_CENTERED) return true;
-    if (w->format == AP_E2M1 || w->format == AP_IQ4) return false;
+    if (w->format == AP_E2M1 || names_values(w->format)) return false;
     if (has_planes(w) && w->offset_kind == AP_ZERO_POINT) return false;
     return (w->offset_kind == AP_ADDITIVE || w->offset_kind == AP_ZERO_POINT) && w->offsets;
 }

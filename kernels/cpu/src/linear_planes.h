@@ -19,13 +19,14 @@
 #define RARE_ROWS REGISTER_ROWS
 #endif
 
+/* In kernels of formats that name values `format` gives their bits: `named` has the values. */
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
 /* Begin the dot products of 16 inputs; offsets, if any, are added elsewhere. */
 INLINE void start_plane_dots(const row_scale *row, int format, bool additive, int rows, vint *dot) {
     if (additive) {
         EACH_ROW dot[r] = vi_set(VI_BIAS);
-    } else if (format == AP_IQ4) {
+    } else if (names_values(format)) {
         EACH_ROW dot[r] = vi_set(row[r].start_centered_bytes);
     } else { /* start_centered_nibbles assumes a center of 8 */
         int32_t middle = middle_code(format);
@@ -41,9 +42,9 @@ typedef struct {
     vbyte bits; /* of 32 inputs */
 } planes;
 
-#define HAS_NIBBLES(format) ((format) != AP_INT2 && (format) != AP_INT3)
-#define HAS_PAIRS(format) ((format) == AP_INT2 || (format) == AP_INT3 || (format) == AP_INT6)
-#define HAS_BITS(format) ((format) == AP_INT3 || (format) == AP_INT5)
+#define HAS_NIBBLES(format) (format_bits(format) > 3)
+#define HAS_PAIRS(format) (format_bits(format) % 4 > 1)
+#define HAS_BITS(format) (format_bits(format) % 2)
 
 INLINE planes load_planes(const uint8_t *codes, int half, int format) {
     planes p;
@@ -66,14 +67,13 @@ INLINE planes load_planes(const uint8_t *codes, int half, int format) {
     return p;
 }
 
-/* The codes of inputs 4v to 4v + 3 of 16; 0 to 63, or with AP_IQ4 the values + 128. */
+/* The codes of inputs 4v to 4v + 3 of 16, 0 to 63. */
 INLINE vbyte plane_codes(const planes *p, int half, int v, int format) {
     if (!HAS_NIBBLES(format)) {
         vbyte low = vb_bits(p->pairs, 2 * v, 0, 3);
         return format == AP_INT2 ? low : vb_or(low, vb_bits(p->bits, 4 * half + v, 2, 4));
     }
     vbyte low = v % 2 ? vb_high(p->nibbles[v / 2]) : vb_low(p->nibbles[v / 2]);
-    if (format == AP_IQ4) return vb_lookup(low, iq4_values);
     if (format == AP_INT6) return vb_or(low, vb_bits(p->pairs, 2 * v, 4, 0x30));
     if (format == AP_INT5) return vb_or(low, vb_bits(p->bits, 4 * half + v, 4, 0x10));
     return low;
@@ -81,12 +81,12 @@ INLINE vbyte plane_codes(const planes *p, int half, int v, int format) {
 
 /* Add products of 16 inputs, the first or the second half of a piece. Two lanes of 16-bit sums hold
  * 16 products of at most 31 * 127, or half as many of 63 * 127. */
-INLINE void add_dots_planes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_step, int half,
-                            int format, int rows, vint *dot) {
+INLINE void add_dots_planes(const uint8_t *codes, const uint8_t *named, const int8_t *x,
+                            ptrdiff_t x_step, int half, int format, int rows, vint *dot) {
     planes p = load_planes(codes, half, format);
-    if (format == AP_IQ4) {
+    if (names_values(format)) {
         UNROLL for (int v = 0; v < 4; v++, x += x_step) {
-            vbyte values = plane_codes(&p, half, v, format);
+            vbyte values = vb_lookup(plane_codes(&p, half, v, format), named);
             EACH_ROW dot[r] = vi_dot_bytes(dot[r], values, x + 4 * r);
             SUM_ROWS_NOW(dot);
         }
@@ -111,7 +111,7 @@ INLINE void multiply_planes(const multiplication *m, int format, int rows) {
     const bool additive = w->offset_kind == AP_ADDITIVE;
     const int32_t shift = w->group == 16 ? 0 : 1; /* from 16 inputs to groups */
     const ptrdiff_t beside = block_rows(m->in, m->row);
-    const uint8_t *codes = tile_codes(w, m->tile);
+    const uint8_t *codes = tile_codes(w, m->tile), *named = code_values(w->format);
     fetch_list fetches = m->fetches;
     const ptrdiff_t piece_bytes = format_bits(format) * (PIECE * AP_LANES / 8);
     for (int32_t tile = m->tile; tile < m->last_tile; tile++) {
@@ -134,7 +134,7 @@ INLINE void multiply_planes(const multiplication *m, int format, int rows) {
                     vint dot[REGISTER_ROWS];
                     fetch_next(&fetches);
                     start_plane_dots(row, format, additive, rows, dot);
-                    add_dots_planes(codes, x, 4 * beside, half, format, rows, dot);
+                    add_dots_planes(codes, named, x, 4 * beside, half, format, rows, dot);
                     EACH_ROW acc[r] =
                         vf_fma(vf_unbias(dot[r], row[r].scale, row[r].lift), scale, acc[r]);
                     x += INPUTS_PER_SCALE * beside;
@@ -169,6 +169,7 @@ KERNEL(int4, AP_INT4, REGISTER_ROWS)
 KERNEL(int5, AP_INT5, REGISTER_ROWS)
 KERNEL(int6, AP_INT6, REGISTER_ROWS)
 KERNEL(iq4, AP_IQ4, RARE_ROWS)
+KERNEL(iq3, AP_IQ2, RARE_ROWS)
 #undef ROWS
 #undef ROWS_1
 #undef ROWS_4
@@ -194,7 +195,13 @@ static void multiply_in_planes(multiplication m) {
             multiply_in_blocks(m, REGISTER_ROWS, multiply_int6);
             break;
         case AP_IQ4:
+        case AP_IQ3_S:
+        case AP_IQ3_XXS:
             multiply_in_blocks(m, RARE_ROWS, multiply_iq4);
+            break;
+        case AP_IQ2:
+        case AP_IQ1:
+            multiply_in_blocks(m, RARE_ROWS, multiply_iq3);
             break;
     }
 }

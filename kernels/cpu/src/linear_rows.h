@@ -43,7 +43,7 @@ static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *o
     }
 }
 
-/* the code of input k in planes; the value of an IQ4 code */
+/* the code of input k in planes, or the value that it names */
 static float plane_code_at(const uint8_t *codes, int32_t k, int32_t format) {
     int32_t bits = format_bits(format), within = k % 16, byte = k % 4, code = 0, low = 0;
     codes += k / 32 * bits * 64;
@@ -53,20 +53,19 @@ static float plane_code_at(const uint8_t *codes, int32_t k, int32_t format) {
         codes += 256;
         low = 4;
     }
-    if (format == AP_IQ4) return (float)iq4_values[code] - 128.0f;
     if (bits == 2 || bits == 3 || bits == 6) {
         code |= (codes[k % 32 / 16 * 64 + byte] >> within / 4 * 2 & 3) << low;
         codes += 128;
         low += 2;
     }
     if (bits % 2) code |= (codes[byte] >> k % 32 / 4 & 1) << low;
-    return (float)code;
+    return names_values(format) ? (float)code_values(format)[code] - 128.0f : (float)code;
 }
 
 static void plane_row(const ap_linear *w, int32_t tile, int32_t lane, float *out) {
     const uint8_t *codes = tile_codes(w, tile) + lane * 4;
     bool additive = w->offset_kind == AP_ADDITIVE;
-    float middle = w->format == AP_IQ4 ? 0.0f : (float)middle_code(w->format);
+    float middle = names_values(w->format) ? 0.0f : (float)middle_code(w->format);
     block_scales scales;
     for (int32_t k = 0; k < w->in_features; k++) {
         if (k % SUPERBLOCK == 0) load_block_scales(w, tile, k, &scales);

@@ -15,6 +15,11 @@ typedef struct {
     float offset[MOST_GROUPS][AP_LANES]; /* of additive kinds only */
 } block_scales;
 
+/* the values of codes, plus 128; NULL if they stand for themselves */
+static inline const uint8_t *code_values(int32_t format) {
+    return names_values(format) ? named_values[format - AP_IQ4] : NULL;
+}
+
 /* one row of a record's integers, 16 lanes */
 typedef uint8_t lane_bytes __attribute__((vector_size(16)));
 
@@ -68,6 +73,15 @@ INLINE void scales_iq4_xs(const uint8_t *record, vfloat d, block_scales *out) {
     }
 }
 
+INLINE void scales_odd(const uint8_t *record, vfloat d, int groups, block_scales *out) {
+    vfloat eighth = vf_mul(d, vf_set(0.125f));
+    for (int i = 0; i < groups / 2; i++) {
+        lane_bytes both = record_row(record, i);
+        put_scale(out->scale[2 * i], eighth, (both & 15) * 2 + 1);
+        put_scale(out->scale[2 * i + 1], eighth, (both >> 4) * 2 + 1);
+    }
+}
+
 static void scales_of_record(const ap_linear *w, const uint8_t *record, block_scales *out) {
     bool additive = w->offset_kind == AP_ADDITIVE;
     int32_t halves = additive ? 2 : 1;
@@ -91,6 +105,10 @@ static void scales_of_record(const ap_linear *w, const uint8_t *record, block_sc
             break;
         case AP_SCALES_IQ4_XS:
             scales_iq4_xs(record, d, out);
+            break;
+        case AP_SCALES_ODD_32:
+        case AP_SCALES_ODD_16:
+            scales_odd(record, d, SUPERBLOCK / w->group, out);
             break;
     }
 }

@@ -30,6 +30,13 @@ static const ggml_type ggml_types[] = {
     {AP_GGML_Q5_K, AP_INT5, AP_ADDITIVE, AP_SCALES_Q4_K, 32, 256, 176, 0, 4, 48, 16},
     {AP_GGML_Q6_K, AP_INT6, AP_CENTERED, AP_SCALES_Q6_K, 16, 256, 210, 208, 192, 0, 128},
     {AP_GGML_IQ4_XS, AP_IQ4, AP_CENTERED, AP_SCALES_IQ4_XS, 32, 256, 136, 0, 2, 8, 0},
+    {AP_GGML_IQ3_S, AP_IQ3_S, AP_CENTERED, AP_SCALES_ODD_32, 32, 256, 134, 0, 2, 6, 0},
+    {AP_GGML_IQ3_XXS, AP_IQ3_XXS, AP_CENTERED, AP_SCALES_ODD_32, 32, 256, 134, 0, 2, 6, 0},
+    {AP_GGML_IQ2_XXS, AP_IQ2, AP_CENTERED, AP_SCALES_ODD_32, 32, 256, 102, 0, 2, 38, 6},
+    {AP_GGML_IQ2_XS, AP_IQ2, AP_CENTERED, AP_SCALES_ODD_16, 16, 256, 106, 0, 2, 42, 10},
+    {AP_GGML_IQ2_S, AP_IQ2, AP_CENTERED, AP_SCALES_ODD_16, 16, 256, 106, 0, 2, 42, 10},
+    {AP_GGML_IQ1_S, AP_IQ1, AP_CENTERED, AP_SCALES_ODD_32, 32, 256, 102, 0, 2, 38, 6},
+    {AP_GGML_IQ1_M, AP_IQ1, AP_CENTERED, AP_SCALES_ODD_16, 16, 256, 106, 0, 2, 42, 10},
 };
 
 static const ggml_type *find_type(int32_t type) {
@@ -71,13 +78,20 @@ static void codes_of(const ggml_type *t, const uint8_t *block, uint8_t *codes) {
             nibbles(low, 16, 32, codes);
             break;
         case AP_GGML_IQ4_XS:
+        case AP_GGML_IQ3_S:
+        case AP_GGML_IQ3_XXS:
             nibbles(low, 16, SUPERBLOCK, codes);
             break;
         case AP_GGML_Q2_K:
         case AP_GGML_Q3_K:
+        case AP_GGML_IQ2_XXS:
+        case AP_GGML_IQ2_XS:
+        case AP_GGML_IQ2_S:
+        case AP_GGML_IQ1_S:
+        case AP_GGML_IQ1_M:
             memset(codes, 0, SUPERBLOCK);
             add_pairs(low, 0, codes);
-            if (t->type == AP_GGML_Q3_K) add_bits(high, 2, codes);
+            if (t->type != AP_GGML_Q2_K) add_bits(high, 2, codes);
             break;
         case AP_GGML_Q4_K:
         case AP_GGML_Q5_K:

@@ -38,9 +38,14 @@ INLINE void touch(const float *p, int n) {
 /* Twice the values of E2M1 codes, plus E2M1_ZERO. */
 #define E2M1_ZERO 12
 static const uint8_t e2m1_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-/* The values of GGML's IQ4_NL, plus 128. */
-static const uint8_t iq4_values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                       129, 141, 153, 166, 181, 197, 217, 241};
+/* The values, plus 128, that codes name: of AP_IQ4, AP_IQ3_S, AP_IQ3_XXS, AP_IQ2 and AP_IQ1. */
+static const uint8_t named_values[5][16] = {
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+    {136, 152, 168, 184, 200, 216, 232, 248, 120, 104, 88, 72, 56, 40, 24, 8},
+    {136, 152, 168, 184, 200, 216, 232, 252, 120, 104, 88, 72, 56, 40, 24, 4},
+    {136, 153, 171, 128, 120, 103, 85, 128},
+    {121, 129, 137, 128, 119, 127, 135, 128},
+};
 
 /* The bits of 2^-127. */
 #define E8M0_ZERO 0x00400000

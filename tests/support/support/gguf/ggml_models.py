@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 import torch
-from support.gguf.ggml_weights import random_ggml
+from support.gguf.ggml_weights import random_ggml, random_stored
 
+from appliance.gguf.types import UNPACKED_TYPES
 from appliance.kernels.weights.ggml_types import half_at
 
 if TYPE_CHECKING:
@@ -119,6 +120,11 @@ def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:
         middle = 7 + round(math.log2(1.5 * width**-0.5 / 2.93 / 1.5))
         blocks[..., :4] = 8 * middle + random.integers(0, 8, blocks[..., :4].shape)
         return blocks
+    if kind in UNPACKED_TYPES:
+        blocks = random_stored(kind, rows, width // 256, seed)
+        values = gguf.quants.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType[kind])
+        factor = 1.5 * width**-0.5 / float(values.std())
+        return random_stored(kind, rows, width // 256, seed, factor)
     weight = random_ggml(kind, rows, width, seed)
     factor = 1.5 * width**-0.5 / float(weight.dequantize().std())
     for start in weight.type.halves:

@@ -167,6 +167,9 @@ MOST_INSTRUCTIONS = {
     ("int5", "q4_k", 16): 6.5,
     ("int6", "q6_k", 8): 5.1,
     ("int6", "q6_k", 16): 5.75,
+    ("iq3_s_4", "odd_32", 8): 5.8,
+    ("iq2_3", "odd_32", 8): 6.3,
+    ("iq2_3", "odd_16", 8): 7.3,
     ("fp8", "per channel", 8): 3.1,
     ("fp8", "per channel", 16): 3.3,
     ("fp4", "g32", 8): 3.5,
@@ -354,6 +357,10 @@ _UPPER_BITS = tuple(
     f"packed_matmul llama_8b down {codes} bf16 rows 512"
     for codes in ("int5 g32 q4_k", "int3 g16 q3_k", "int5 g32 q5_0", "int5 g32 q5_1")
 )
+_NAMED_UPPER_BITS = tuple(
+    f"packed_matmul llama_8b down iq2_3 {group} bf16 rows 512"
+    for group in ("g32 odd_32", "g16 odd_16")
+)
 _TRELLIS = {
     (f"packed_matmul llama_8b down trellis{bits} per channel none bf16 rows {rows}", cc): rows
     for bits in (2, 3, 4, 5)
@@ -375,7 +382,7 @@ KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16, 32, 128) for cc in (86, 90, 120)),
         (f"{_NVFP4} 64", 90),
         *(("packed_matmul llama_8b down int5 g32 q4_k bf16 rows 32", cc) for cc in (86, 90, 120)),
-        *((name, cc) for name in _UPPER_BITS for cc in (86, 90, 120)),
+        *((name, cc) for name in (*_UPPER_BITS, *_NAMED_UPPER_BITS) for cc in (86, 90, 120)),
         *_Q4_K,
     ),
     ("3.6.0", widening_slowly): (

@@ -78,7 +78,7 @@ TRELLIS = tuple(MatmulCase(kind, 0, Params.NONE) for kind in Codes if kind.is_tr
 INT8_LONG = MatmulCase(Codes.INT8, 128, Params.FP32)
 # GGML's types: those of most files, and the others.
 MOST_FILES = ("Q4_K", "Q5_K", "Q6_K")
-OTHER_FILES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS")
+OTHER_FILES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XXS", "IQ2_XS")
 # Their code differs from that of MOST_COMPILED by hardly an instruction.
 LIKE_MOST_COMPILED = (80, 89)
 # For the architecture that compiles all of them.
