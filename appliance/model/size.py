@@ -71,6 +71,8 @@ def slot_bytes(
         rows = math.ceil(slot.shape[0] / _GPU_ROWS) * _GPU_ROWS
         return rows * slot.shape[1] * weights.held_bytes(slot.name)
     bits = source.weights.packed_bits(slot.name)
+    if bits in (2, 3) and not (source.is_trellis or isinstance(weights, GGUFReader)):
+        bits = 4  # as a `PackedWeight`
     float_bits = source.weights.float_bits(slot.name)
     if len(slot.shape) != 2:  # norms, biases and filters
         return 4.0 * count

@@ -164,9 +164,10 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
         native: the executor is the CPU library.
     """
     if isinstance(weight, PackedWeight):
+        bits = weight.least_bits if native else weight.bits
         if weight.group_size == weight.shape[1]:
-            return f"{weight.bits} bits (a scale per row)"
-        return f"{weight.bits} bits (groups of {weight.group_size})"
+            return f"{bits} bits (a scale per row)"
+        return f"{bits} bits (groups of {weight.group_size})"
     dtype = arrays.dtype_name(dtype)
     dense = DTYPE_NAMES[dtype]
     # On a CPU torch multiplies none of these, and float32 activations are for checks.

@@ -159,12 +159,13 @@ class WeightPacker:
         group = kernel_group(weight.group_size)
         assert group is not None
         out_features, in_features = weight.shape
-        centered = is_centered(weight)
+        bits = weight.least_bits
+        centered = is_centered(weight, 1 << (bits - 1))
         offset = None if centered else weight.offset.contiguous()
         scale = weight.scale.contiguous()
         is_half = all(fits_half(values) for values in (scale, offset) if values is not None)
         struct = LinearStruct(
-            format=Format.INT4 if weight.bits == 4 else Format.INT8,
+            format=_OF_BITS[bits],
             offset_kind=Offset.CENTERED if centered else _OFFSETS[weight.offset_kind],
             scale_format=Format.F16 if is_half else Format.F32,
             group=group,
@@ -283,6 +284,7 @@ class WeightPacker:
         )
 
 
+_OF_BITS = {2: Format.INT2, 3: Format.INT3, 4: Format.INT4, 8: Format.INT8}
 _OFFSETS = {OffsetKind.ADDITIVE: Offset.ADDITIVE, OffsetKind.ZERO_POINT: Offset.ZERO_POINT}
 
 
@@ -291,9 +293,8 @@ def kernel_group(group_size: int) -> int | None:
     return next((group for group in GROUP_SIZES if group_size % group == 0), None)
 
 
-def is_centered(weight: PackedWeight) -> bool:
+def is_centered(weight: PackedWeight, middle: int) -> bool:
     """Return True if every code is relative to the middle, so that no offset is needed."""
-    middle = 1 << (weight.bits - 1)
     if weight.offset_kind is OffsetKind.ZERO_POINT:
         return bool((weight.offset == middle).all())
 

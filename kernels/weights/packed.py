@@ -75,6 +75,20 @@ class PackedWeight:
         order = 0 if self.input_order is None else self.input_order.nbytes
         return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes + order
 
+    @property
+    def least_bits(self) -> int:
+        """Bits in which all codes fit, 2, 3, 4 or 8: those of 3 and 2 bits stand in 4 here."""
+        if self.bits == 8:
+            return 8
+        return next((bits for bits in (2, 3) if self._fits(bits)), 4)
+
+    def _fits(self, bits: int) -> bool:
+        """Return True if no code of 4 bits needs more than `bits`."""
+        above = (0xF << bits & 0xF) * 0x11
+        step = max(1, DEQUANTIZE_AT_ONCE // self.codes.shape[1])
+        rows = range(0, self.shape[0], step)
+        return not any(bool((self.codes[row : row + step] & above).any()) for row in rows)
+
     def to(self, device: torch.device) -> PackedWeight:
         return replace(
             self,

@@ -106,6 +106,10 @@ class GemvLayout:
     is_fast: bool = False
 
     @property
+    def bits(self) -> int:
+        return BITS
+
+    @property
     def code_bits(self) -> int:
         return BITS
 

@@ -182,7 +182,7 @@ class CompressedTensorsWeights(DenseWeights):
                 shape[0],
                 -(-shape[1] * scheme.bits // 32),
             ):
-                return scheme.code_bits
+                return scheme.bits  # 3 where the CPU library holds them
         raise CheckpointError(
             f"{name}{PACKED} has shape {stored}, which does not hold a matrix of {shape};"
             " download or quantize the model again"

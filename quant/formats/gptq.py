@@ -62,7 +62,7 @@ class GptqLayout:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code in memory, 4 or 8."""
+        """Bits of a code in a `PackedWeight`, 4 or 8."""
         return 4 if self.bits <= 4 else 8
 
     def fitted(self, parts: Mapping[str, tuple[int, ...]]) -> GptqLayout:

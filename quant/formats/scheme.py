@@ -53,7 +53,7 @@ class WeightScheme:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code in memory, 4 or 8: 3-bit codes take 4."""
+        """Bits of a code in a `PackedWeight`, 4 or 8: 3-bit codes take 4."""
         return 4 if self.bits <= 4 else 8
 
     @property

@@ -34,8 +34,13 @@ class WordLayout(Protocol):
     """Layout of a weight's stored parts."""
 
     @property
+    def bits(self) -> int:
+        """Bits of a stored code."""
+        ...
+
+    @property
     def code_bits(self) -> int:
-        """Bits of a code in memory."""
+        """Bits of a code in a `PackedWeight`."""
         ...
 
     def fitted(self, parts: Mapping[str, tuple[int, ...]]) -> WordLayout:
@@ -90,9 +95,15 @@ class WordPackedWeights(DenseWeights):
         return self._layout(module).shape(words)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a packed weight's codes; None for a dense tensor."""
+        """Return the bits of a packed weight's codes; None for a dense tensor.
+
+        The CPU library holds codes of 2 and 3 bits in as many; between 4 and 8 they take 8.
+        """
         module = self._module(name)
-        return None if module is None else self._layout(module).code_bits
+        if module is None:
+            return None
+        words = self._layout(module)
+        return min(words.bits, 4) if words.code_bits == 4 else 8
 
     def group_size(self, name: str) -> int | None:
         """Return the inputs that share a scale, from the shapes that were found."""

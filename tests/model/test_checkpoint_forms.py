@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_logits_are_those_of_the_dense_weights(
     assert held.weight_bytes <= estimate_weight_bytes(quantized, DEVICE, torch.bfloat16) * 1.05
     share = float((logits_of(held, token_ids) - expected).norm() / expected.norm())
     assert share < 0.05
+
+
+@pytest.mark.parametrize(("form", "bits"), [("3-bit", 3), ("2-bit", 2)])
+def test_the_library_holds_few_bits_in_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, bits: int
+) -> None:
+    source, _ = write_both(tmp_path, FORMS[form])
+    engine = NativeEngine(load_library(), 1)
+    few = load_native(source, engine, torch.float32)
+    assert few.weight_format.startswith(f"{bits} bits (groups of ")
+    monkeypatch.setattr(PackedWeight, "least_bits", property(lambda weight: weight.bits))
+    four = load_native(source, engine, torch.float32)
+    weights = sum(math.prod(slot.shape) for slot in source.slots() if slot.is_linear)
+    # Zero points that are all in the middle take no memory either.
+    saved = weights * {3: 1 / 8, 2: 2 / 8 + 2 / 32}[bits]
+    assert four.weight_bytes - few.weight_bytes == pytest.approx(saved, rel=0.01)
 
 
 def test_orders_of_their_own_stand_side_by_side(tmp_path: Path) -> None:

@@ -396,7 +396,8 @@ void ap_mask_logits(float *logits, int32_t vocab_size, int32_t num_masks, const 
 
 /* ---- packing weights, sizing caches ---- */
 /* Lay out row-major codes in tiles: writes the codes, scales and offsets of `linear`. The sources
- * are laid out as in PackedWeight: codes (out, in * bits / 8), scales and offsets
+ * are laid out as in PackedWeight: codes (out, in * bits / 8), of AP_INT2 and AP_INT3 4 bits each,
+ * scales and offsets
  * (out, in / source_group) in source_scale_format. source_group is a multiple of linear->group.
  * Float formats: codes (out, in) elements of linear->format. Scales of AP_E8M0 are bytes in the
  * source, too. */

@@ -101,7 +101,7 @@ typedef struct {
     int32_t offset_kind;  /* ap_offset_kind */
     int32_t scale_format; /* of scales and offsets: AP_F16, AP_F32 or an ap_scale_format */
     int32_t group;        /* inputs that share a scale: 32, 64 or 128; of AP_E2M1, AP_SCALES_NONE
-                           * and some GGML types 16; divides in_features */
+                           * and some GGML types 16, of others 32; divides in_features */
     int32_t in_features;
     int32_t out_features;
     const void *codes;   /* 64-byte aligned */

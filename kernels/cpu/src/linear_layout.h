@@ -113,6 +113,9 @@ static inline const uint8_t *tile_codes(const ap_linear *w, int32_t tile) {
     return (const uint8_t *)w->codes + tile * tile_bytes(w);
 }
 
+/* store 32 codes, a byte each, of output j in a zeroed piece of a tile of planes; see ap_linear */
+void put_piece(const uint8_t *codes, int32_t j, int32_t bits, uint8_t *out);
+
 /* true if a weight with scales in records is one of the GGML types */
 static inline bool superblock_supported(const ap_linear *w) {
     bool centered = w->offset_kind == AP_CENTERED, additive = w->offset_kind == AP_ADDITIVE;
@@ -158,10 +161,11 @@ static inline bool linear_supported(const ap_linear *w) {
     if (w->scale_format == AP_E8M0) return w->format == AP_E2M1 && w->offset_kind == AP_CENTERED;
     if (w->scale_format != AP_F16 && w->scale_format != AP_F32) return false;
     if (w->format > AP_IQ4) return false;
-    if (has_planes(w) && (w->group != 32 || w->scale_format != AP_F16)) return false;
+    bool of_folders = w->format == AP_INT2 || w->format == AP_INT3;
+    if (has_planes(w) && (w->scale_format != AP_F16 || w->group != 32) && !of_folders) return false;
     if (w->offset_kind == AP_CENTERED) return true;
     if (w->format == AP_E2M1 || names_values(w->format)) return false;
-    if (has_planes(w) && w->offset_kind == AP_ZERO_POINT) return false;
+    if (has_planes(w) && w->offset_kind == AP_ZERO_POINT && !of_folders) return false;
     return (w->offset_kind == AP_ADDITIVE || w->offset_kind == AP_ZERO_POINT) && w->offsets;
 }
 

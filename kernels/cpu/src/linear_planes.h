@@ -108,8 +108,8 @@ INLINE void add_dots_planes(const uint8_t *codes, const uint8_t *named, const in
 /* m->rows is `rows`, a constant like `format`, so that the sums stay in registers. */
 INLINE void multiply_planes(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
-    const bool additive = w->offset_kind == AP_ADDITIVE;
-    const int32_t shift = w->group == 16 ? 0 : 1; /* from 16 inputs to groups */
+    const bool additive = w->offset_kind != AP_CENTERED;
+    const int32_t each = w->group / INPUTS_PER_SCALE, shift = __builtin_ctz((unsigned)each);
     const ptrdiff_t beside = block_rows(m->in, m->row);
     const uint8_t *codes = tile_codes(w, m->tile), *named = code_values(w->format);
     fetch_list fetches = m->fetches;
@@ -127,7 +127,7 @@ INLINE void multiply_planes(const multiplication *m, int format, int rows) {
                 UNROLL for (int half = 0; half < 2; half++) {
                     int32_t g = (i + half) >> shift;
                     vfloat scale = vf_load(scales.scale[g]);
-                    if (additive && (half == 0 || !shift)) {
+                    if (additive && ((i + half) & (each - 1)) == 0) {
                         vfloat offset = vf_load(scales.offset[g]);
                         EACH_ROW acc[r] = vf_fma(offset, vf_set(row[r].sum), acc[r]);
                     }

@@ -64,7 +64,7 @@ static float plane_code_at(const uint8_t *codes, int32_t k, int32_t format) {
 
 static void plane_row(const ap_linear *w, int32_t tile, int32_t lane, float *out) {
     const uint8_t *codes = tile_codes(w, tile) + lane * 4;
-    bool additive = w->offset_kind == AP_ADDITIVE;
+    bool additive = w->offset_kind != AP_CENTERED;
     float middle = names_values(w->format) ? 0.0f : (float)middle_code(w->format);
     block_scales scales;
     for (int32_t k = 0; k < w->in_features; k++) {

@@ -12,7 +12,7 @@
 
 typedef struct {
     float scale[MOST_GROUPS][AP_LANES];
-    float offset[MOST_GROUPS][AP_LANES]; /* of additive kinds only */
+    float offset[MOST_GROUPS][AP_LANES]; /* not of AP_CENTERED; of zero points what they add */
 } block_scales;
 
 /* the values of codes, plus 128; NULL if they stand for themselves */
@@ -113,6 +113,11 @@ static void scales_of_record(const ap_linear *w, const uint8_t *record, block_sc
     }
 }
 
+INLINE vfloat load_factor(const ap_linear *w, const void *values, int64_t at) {
+    return w->scale_format == AP_F16 ? vf_load_half((const uint16_t *)values + at)
+                                     : vf_load((const float *)values + at);
+}
+
 /* Convert the scales and offsets of at most 256 inputs from `first` on, a multiple of 256. Not
  * inlined, as every kernel calls it. */
 static __attribute__((noinline)) void load_block_scales(const ap_linear *w, int32_t tile,
@@ -124,9 +129,12 @@ static __attribute__((noinline)) void load_block_scales(const ap_linear *w, int3
     int32_t groups = smaller(w->in_features - first, SUPERBLOCK) / w->group;
     int64_t at = tile * tile_scales(w) + (int64_t)(first / w->group) * AP_LANES;
     for (int32_t g = 0; g < groups; g++, at += AP_LANES) {
-        vf_store(out->scale[g], vf_load_half((const uint16_t *)w->scales + at));
-        if (w->offset_kind == AP_ADDITIVE)
-            vf_store(out->offset[g], vf_load_half((const uint16_t *)w->offsets + at));
+        vf_store(out->scale[g], load_factor(w, w->scales, at));
+        if (w->offset_kind == AP_CENTERED) continue;
+        vfloat offset = load_factor(w, w->offsets, at);
+        if (w->offset_kind == AP_ZERO_POINT)
+            offset = vf_mul(vf_sub(vf_zero(), offset), vf_load(out->scale[g]));
+        vf_store(out->offset[g], offset);
     }
 }
 

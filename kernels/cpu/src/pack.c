@@ -18,10 +18,20 @@ static void pack_codes(const packing *p, int32_t tile) {
     const ap_linear *w = p->w;
     int32_t width = w->in_features, count = outputs_of(w, tile);
     int32_t bits = format_bits(w->format);
-    int64_t row_bytes = (int64_t)width * bits / 8;
+    int64_t row_bytes = (int64_t)width * (bits < 4 ? 4 : bits) / 8;
     const uint8_t *source = p->codes + (int64_t)tile * AP_LANES * row_bytes;
     uint8_t *out = (uint8_t *)w->codes + tile * tile_bytes(w);
-    if (count < AP_LANES) memset(out, 0, (size_t)tile_bytes(w));
+    if (count < AP_LANES || bits < 4) memset(out, 0, (size_t)tile_bytes(w));
+    if (bits < 4) {
+        for (int32_t k = 0; k < row_bytes; k += 16, out += bits * 64)
+            for (int32_t j = 0; j < count; j++) {
+                uint8_t codes[32];
+                for (int32_t i = 0; i < 32; i++)
+                    codes[i] = source[j * row_bytes + k + i / 2] >> i % 2 * 4 & 15;
+                put_piece(codes, j, bits, out);
+            }
+        return;
+    }
     if (bits == 4) {
         for (int32_t k = 0; k < row_bytes; k += 4, out += 64)
             for (int32_t j = 0; j < count; j++) {
@@ -78,7 +88,10 @@ static void pack_tile(void *context, int32_t tile, int32_t worker) {
 int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *codes,
                        const void *scales, const void *offsets, int32_t source_scale_format,
                        int32_t source_group) {
-    if (!linear_supported(linear) || !codes || has_planes(linear)) return AP_BAD_ARGUMENT;
+    if (!linear_supported(linear) || !codes) return AP_BAD_ARGUMENT;
+    bool of_folders = linear->format == AP_INT2 || linear->format == AP_INT3;
+    if (has_planes(linear) && (!of_folders || linear->scale_format > AP_E8M0))
+        return AP_BAD_ARGUMENT;
     if (has_groups(linear) && linear->scale_format != AP_SCALES_NONE) {
         if ((source_scale_format == AP_E8M0) != (linear->scale_format == AP_E8M0))
             return AP_BAD_ARGUMENT;

@@ -107,8 +107,7 @@ static void codes_of(const ggml_type *t, const uint8_t *block, uint8_t *codes) {
 
 /* ---- tiles ---- */
 
-/* store 32 inputs of output j in a zeroed piece of a tile; see ap_linear */
-static void put_piece(const uint8_t *codes, int32_t j, int32_t bits, uint8_t *out) {
+void put_piece(const uint8_t *codes, int32_t j, int32_t bits, uint8_t *out) {
     out += 4 * j;
     int32_t low = 0;
     if (bits > 3) {

@@ -15,6 +15,7 @@ from support.kernels.cpu_linears import (
     DTYPES,
     GUARD,
     INTEGER,
+    NARROW,
     OUTPUTS,
     ROW_COUNTS,
     WIDTHS,
@@ -58,6 +59,24 @@ def product(
 @pytest.mark.parametrize("kind", Offset, ids=lambda k: k.name)
 @pytest.mark.parametrize("fmt", INTEGER, ids=lambda f: f.name)
 def test_integer_weights_are_exact_integer_sums_whatever_the_number_of_rows(
+    library: ctypes.CDLL, engine: int, fmt: Format, kind: Offset, scale_format: Format, group: int
+) -> None:
+    for width in WIDTHS[group]:
+        weight, x, expected, magnitude = product(fmt, kind, scale_format, group, width)
+        linear = describe(fmt, OUTPUTS, width, kind=kind, scale_format=scale_format, group=group)
+        pack(library, engine, linear, weight)
+        all_rows = forward(library, engine, linear, x)
+        assert_close(all_rows, expected, magnitude)
+        for rows in ROW_COUNTS:
+            some = forward(library, engine, linear, x[-rows:])
+            assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows
+
+
+@pytest.mark.parametrize("group", WIDTHS)
+@pytest.mark.parametrize("kind", Offset, ids=lambda k: k.name)
+@pytest.mark.parametrize("scale_format", [Format.F16, Format.F32], ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", NARROW, ids=lambda f: f.name)
+def test_codes_of_few_bits_are_too(
     library: ctypes.CDLL, engine: int, fmt: Format, kind: Offset, scale_format: Format, group: int
 ) -> None:
     for width in WIDTHS[group]:

@@ -12,6 +12,7 @@ from support.kernels.cpu_linears import (
     DENSE,
     DTYPES,
     INTEGER,
+    NARROW,
     OUTPUTS,
     SENTINEL,
     activations,
@@ -51,6 +52,22 @@ def test_rows_of_a_packed_weight_are_those_of_its_source(
         for row, index in zip(out, indices, strict=True):
             library.section_embedding(linear.struct, index, row.ctypes.data)
         assert np.array_equal(out, weight.dequantize().numpy()[indices])
+
+
+@pytest.mark.parametrize("kind", Offset, ids=lambda k: k.name)
+@pytest.mark.parametrize("fmt", NARROW, ids=lambda f: f.name)
+def test_rows_of_a_weight_of_few_bits_are_those_of_its_source(
+    library: ctypes.CDLL, engine: int, fmt: Format, kind: Offset
+) -> None:
+    for group, source_group in ((32, 96), (64, 192), (128, 384)):
+        weight = packed_weight(fmt, kind, OUTPUTS, 1152, source_group, torch.float16)
+        assert weight.least_bits == NARROW[fmt]
+        linear = describe(fmt, OUTPUTS, 1152, kind=kind, scale_format=Format.F16, group=group)
+        pack(library, engine, linear, weight)
+        out = np.full(1152, SENTINEL)
+        for index in (0, 15, 16, OUTPUTS - 1):
+            library.section_embedding(linear.struct, index, out.ctypes.data)
+            assert np.array_equal(out, weight.dequantize().numpy()[index])
 
 
 @pytest.mark.parametrize("fmt", DENSE, ids=lambda f: f.name)

@@ -22,6 +22,7 @@ GUARD = 64  # elements after an array that nothing may touch
 SENTINEL = np.float32(12345.0)
 
 INTEGER = (Format.INT4, Format.INT8)
+NARROW = {Format.INT2: 2, Format.INT3: 3}  # whose codes stand in 4 bits before they are packed
 DENSE = (Format.F32, Format.F16, Format.BF16)
 DTYPES = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: torch.bfloat16}
 
@@ -57,7 +58,8 @@ def describe(
 ) -> Linear:
     """An ap_linear over memory for the packed weight."""
     padded = -(-out_features // 16) * 16
-    bits = {Format.INT4: 4, Format.E2M1: 4, Format.INT8: 8, Format.F32: 32}.get(fmt, 16)
+    known = {Format.INT4: 4, Format.E2M1: 4, Format.INT8: 8, Format.F32: 32, **NARROW}
+    bits = known.get(fmt, 16)
     codes = aligned(padded * in_features * bits // 8)
     scales = offsets = None
     if group:
@@ -90,21 +92,21 @@ def pack(library: ctypes.CDLL, engine: int, linear: Linear, weight: PackedWeight
 def packed_weight(
     fmt: Format, kind: Offset, out_features: int, in_features: int, group: int, dtype: torch.dtype
 ) -> PackedWeight:
-    """Random codes of every value; scales of either sign."""
+    """Random codes of every value; scales of either sign, and zero points of few bits whole."""
     random = torch.Generator().manual_seed(out_features * in_features + group)
-    bits = 4 if fmt == Format.INT4 else 8
-    q = torch.randint(
-        0, 1 << bits, (out_features, in_features), generator=random, dtype=torch.uint8
-    )
+    bits = 8 if fmt == Format.INT8 else 4
+    own = NARROW.get(fmt, bits)
+    q = torch.randint(0, 1 << own, (out_features, in_features), generator=random, dtype=torch.uint8)
     codes = q[:, 0::2] | (q[:, 1::2] << 4) if bits == 4 else q
     shape = (out_features, in_features // group)
     scale = 0.02 * torch.randn(shape, generator=random) + 0.01
     if kind == Offset.ADDITIVE:
         offset = 0.1 * torch.randn(shape, generator=random)
     elif kind == Offset.ZERO_POINT:
-        offset = (1 << bits) * torch.rand(shape, generator=random)
+        offset = (1 << own) * torch.rand(shape, generator=random)
+        offset = offset.round() if own < bits else offset
     else:
-        offset = torch.full(shape, 1 << (bits - 1))
+        offset = torch.full(shape, 1 << (own - 1))
     additive = kind == Offset.ADDITIVE
     return PackedWeight(
         codes.contiguous(),

@@ -116,6 +116,27 @@ def in_int8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {key.removeprefix(name): part for key, part in parts.items()}, packed.dequantize()
 
 
+THREE = WeightScheme(3, 64, symmetric=False)
+
+
+def in_three(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    packed = rtn.quantize(weight, THREE, torch.float16)
+    parts = compressed_tensors.encode(name + ".weight", packed, THREE)
+    return {key.removeprefix(name): part for key, part in parts.items()}, packed.dequantize()
+
+
+def in_two(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """GPTQ's symmetric form, all of whose zero points are 2."""
+    groups = weight.view(weight.shape[0], -1, 32)
+    scale = (groups.abs().amax(-1) / 2).half()
+    codes = (groups / scale.float().unsqueeze(-1) + 2).round().clamp(0, 3)
+    words = (codes.view(weight.shape[0], -1, 16).long() << torch.arange(0, 32, 2)).sum(-1)
+    zeros = torch.full((groups.shape[1], weight.shape[0] // 16), 0x55555555, dtype=torch.int32)
+    in_words = torch.from_numpy(words.numpy().astype("uint32").view("int32")).T.contiguous()
+    stored = {".qweight": in_words, ".qzeros": zeros, ".scales": scale.T.contiguous()}
+    return stored, ((codes - 2) * scale.float().unsqueeze(-1)).view(weight.shape)
+
+
 def in_auto_round(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     """AutoRound's symmetric form: the sign of a scale is that of its group's largest weight."""
     groups = weight.view(weight.shape[0], -1, 32)
@@ -198,6 +219,14 @@ FORMS = {
         quantization_config({"model.layers.0.mlp.up_proj": INT8}, ["lm_head"]),
         in_int8,
         "8 bits (groups of 64)",
+    ),
+    "3-bit": Form(
+        quantization_config({"model.layers.0.mlp.up_proj": THREE}, ["lm_head"]),
+        in_three,
+        "4 bits (groups of 64)",
+    ),
+    "2-bit": Form(
+        gptq.quantization_config(GptqLayout(2, 32, V1), []), in_two, "4 bits (groups of 32)"
     ),
     "fp8-channel": Form(
         quantization_config({"model.layers.0.mlp.up_proj": Fp8Scheme()}, ["lm_head"]),
