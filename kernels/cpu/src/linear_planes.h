@@ -12,13 +12,6 @@
 
 #define PIECE 32 /* inputs with planes side by side */
 
-/* Rare formats get fewer kernels. */
-#if REGISTER_ROWS > 4
-#define RARE_ROWS 4
-#else
-#define RARE_ROWS REGISTER_ROWS
-#endif
-
 /* In kernels of formats that name values `format` gives their bits: `named` has the values. */
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
@@ -162,28 +155,30 @@ INLINE void multiply_planes(const multiplication *m, int format, int rows) {
     static void multiply_##name(const multiplication *m) {                                     \
         switch (m->rows) { ROWS_##most(format) }                                               \
     }
-#define KERNEL(name, format, most) KERNEL_(name, format, most)
-KERNEL(int2, AP_INT2, RARE_ROWS)
-KERNEL(int3, AP_INT3, RARE_ROWS)
-KERNEL(int4, AP_INT4, REGISTER_ROWS)
-KERNEL(int5, AP_INT5, REGISTER_ROWS)
-KERNEL(int6, AP_INT6, REGISTER_ROWS)
-KERNEL(iq4, AP_IQ4, RARE_ROWS)
-KERNEL(iq3, AP_IQ2, RARE_ROWS)
+#define KERNEL_UP_TO(name, format, most) KERNEL_(name, format, most)
+#define KERNEL(name, format) KERNEL_UP_TO(name, format, REGISTER_ROWS)
+KERNEL(int2, AP_INT2)
+KERNEL(int3, AP_INT3)
+KERNEL(int4, AP_INT4)
+KERNEL(int5, AP_INT5)
+KERNEL(int6, AP_INT6)
+KERNEL(iq4, AP_IQ4)
+KERNEL(iq3, AP_IQ2)
 #undef ROWS
 #undef ROWS_1
 #undef ROWS_4
 #undef ROWS_12
 #undef KERNEL_
+#undef KERNEL_UP_TO
 #undef KERNEL
 
 static void multiply_in_planes(multiplication m) {
     switch (m.w->format) {
         case AP_INT2:
-            multiply_in_blocks(m, RARE_ROWS, multiply_int2);
+            multiply_in_blocks(m, REGISTER_ROWS, multiply_int2);
             break;
         case AP_INT3:
-            multiply_in_blocks(m, RARE_ROWS, multiply_int3);
+            multiply_in_blocks(m, REGISTER_ROWS, multiply_int3);
             break;
         case AP_INT4:
             multiply_in_blocks(m, REGISTER_ROWS, multiply_int4);
@@ -197,11 +192,11 @@ static void multiply_in_planes(multiplication m) {
         case AP_IQ4:
         case AP_IQ3_S:
         case AP_IQ3_XXS:
-            multiply_in_blocks(m, RARE_ROWS, multiply_iq4);
+            multiply_in_blocks(m, REGISTER_ROWS, multiply_iq4);
             break;
         case AP_IQ2:
         case AP_IQ1:
-            multiply_in_blocks(m, RARE_ROWS, multiply_iq3);
+            multiply_in_blocks(m, REGISTER_ROWS, multiply_iq3);
             break;
     }
 }
