@@ -247,7 +247,9 @@ def test_each_timed_tile_computes_the_same(form: str, entry: int) -> None:
     ("form", "num_tokens"),
     [
         (form, num_tokens)
-        for i, form in enumerate(["Q6_K", "Q4_K", "Q5_K", "Q2_K", "Q3_K", "IQ4_XS"])
+        for i, form in enumerate(
+            ["Q6_K", "Q4_K", "Q5_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ3_S", "IQ2_XS"]
+        )
         for j, num_tokens in enumerate([2, 40, 90])
         if (i + j) % 3
     ],

@@ -24,10 +24,26 @@ ORDER = torch.randperm(288, generator=torch.Generator().manual_seed(0)).int()
         random_packed(20, 288, 32, bits=8, symmetric=True),
         replace(random_packed(20, 288, 32), input_order=ORDER),
         random_fp4(20, 304, torch.float8_e4m3fn),
-        *(random_ggml(name, 20, 256) for name in ("Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS")),
+        *(
+            random_ggml(name, 20, 256)
+            for name in ("Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ2_XS")
+        ),
         torch.randn(20, 30),
     ],
-    ids=["int4", "int8", "order", "e2m1", "q2_k", "q3_k", "q5_k", "q6_k", "iq4_xs", "float32"],
+    ids=[
+        "int4",
+        "int8",
+        "order",
+        "e2m1",
+        "q2_k",
+        "q3_k",
+        "q5_k",
+        "q6_k",
+        "iq4_xs",
+        "iq3_s",
+        "iq2_xs",
+        "float32",
+    ],
 )
 def test_each_weight_is_that_of_torch(weight: Weight) -> None:
     tiles, arena = laid_out(weight)
