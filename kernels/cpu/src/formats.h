@@ -67,7 +67,7 @@ typedef enum {
 /* The value of an integer weight's code q; scale and offset are per output and group. */
 typedef enum {
     AP_CENTERED = 0,   /* w = (q - 8) * scale with 4 bits, (q - 128) * scale with 8, and so on; with
-                        * AP_E2M1 twice the value of the code, times scale; from AP_IQ4 on its value */
+                        * AP_E2M1 twice the code's value, times scale; from AP_IQ4 on its value */
     AP_ADDITIVE = 1,   /* w = q * scale + offset */
     AP_ZERO_POINT = 2, /* w = (q - offset) * scale */
 } ap_offset_kind;
