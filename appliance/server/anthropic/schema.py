@@ -37,15 +37,15 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: Any = None  # a tool's result: text or blocks, or an object of Anthropic's tools
     is_error: bool | None = None
-    source: Any = None  # of a document or search result
+    source: Any = None  # of a document, image or search result
     title: str | None = None
     context: str | None = None
     citations: Any = None
     tool_name: str | None = None
 
 
-class DocumentSource(msgspec.Struct, kw_only=True):
-    """The text of a document."""
+class BlockSource(msgspec.Struct, kw_only=True):
+    """The text of a document, or the bytes of a picture, whose `media_type` is not relied on."""
 
     type: str
     data: str | None = None

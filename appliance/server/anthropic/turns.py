@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from appliance.errors import RequestError
-from appliance.server.anthropic.schema import ContentBlock, DocumentSource
+from appliance.server.anthropic.schema import BlockSource, ContentBlock
+from appliance.server.requests.pictures import content_of, of_base64
 from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
@@ -157,30 +158,25 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> lis
 def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[Turn]:
     """Split a user's turn: each tool result becomes a separate turn, in order."""
     turns: list[Turn] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
 
     def flush() -> None:
-        if texts:
-            turns.append({"role": message.role, "content": "\n".join(texts)})
-            texts.clear()
+        if parts:
+            turns.append({"role": message.role, "content": content_of([*parts])})
+            parts.clear()
 
     for place, block in enumerate(_blocks_of(message.content)):
         here = f"{where}.content.{place}"
         if block.type == "tool_result" and block.tool_use_id is not None:
             flush()
-            content = _result_text(block, here)
-            # Templates have no other place for an error.
-            content = f"Error: {content}" if block.is_error else content
-            turns.append(_result(block.tool_use_id, content, names))
-        elif (text := _block_text(block, here)) is not None:
-            texts.append(text)
+            turns.append(_result(block.tool_use_id, _result_content(block, here), names))
         else:
-            raise refused(block, here)
+            parts.append(_part(block, here))
     flush()
     return turns or [{"role": message.role, "content": ""}]
 
 
-def _result(call_id: str, content: str, names: dict[str, str]) -> Turn:
+def _result(call_id: str, content: Any, names: dict[str, str]) -> Turn:
     turn: Turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     if call_id in names:
         turn["name"] = names[call_id]
@@ -189,12 +185,29 @@ def _result(call_id: str, content: str, names: dict[str, str]) -> Turn:
 
 def _text_of(content: str | Sequence[ContentBlock], where: str) -> str:
     """Return the text of blocks; raises RequestError for another kind of block."""
-    texts = []
-    for place, block in enumerate(_blocks_of(content)):
-        if (text := _block_text(block, f"{where}.{place}")) is None:
-            raise refused(block, f"{where}.{place}")
-        texts.append(text)
-    return "\n".join(texts)
+    blocks = enumerate(_blocks_of(content))
+    return "\n".join(_text_in(block, f"{where}.{place}") for place, block in blocks)
+
+
+def _text_in(block: ContentBlock, where: str) -> str:
+    if (text := _block_text(block, where)) is None:
+        raise refused(block, where)
+    return text
+
+
+def _part(block: ContentBlock, where: str) -> dict[str, Any]:
+    """Return a part of a turn: a text, or a picture."""
+    if block.type != "image":
+        return {"type": "text", "text": _text_in(block, where)}
+    source = _source(block, where)
+    if source.type != "base64" or source.data is None:
+        raise RequestError(
+            f"{where} has a source of type {source.type[:40]!r}; send the picture itself, as a "
+            "source of type base64 (data): addresses are not fetched, and files are not kept",
+            param="messages",
+            code="unsupported_content",
+        )
+    return of_base64(source.data, f"{where}.source.data").part
 
 
 def _blocks_of(content: str | Sequence[ContentBlock]) -> Sequence[ContentBlock]:
@@ -223,9 +236,16 @@ def _block_text(block: ContentBlock, where: str) -> str | None:
     return None
 
 
-def _result_text(block: ContentBlock, where: str) -> str:
-    """Return the text of a client's tool result."""
-    return _text_of(_inner(block.content, where), f"{where}.content")
+def _result_content(block: ContentBlock, where: str) -> str | list[dict[str, Any]]:
+    """Return a client's tool result; templates have no other place for an error."""
+    blocks = enumerate(_blocks_of(_inner(block.content, where)))
+    content = content_of([_part(one, f"{where}.content.{place}") for place, one in blocks])
+    if not block.is_error:
+        return content
+    failed = "Error: "
+    if isinstance(content, str):
+        return failed + content
+    return [{"type": "text", "text": failed}, *content]
 
 
 def _server_result_text(block: ContentBlock) -> str:
@@ -237,8 +257,8 @@ def _server_result_text(block: ContentBlock) -> str:
 
 def refused(block: ContentBlock, where: str) -> RequestError:
     known = (
-        "text, document (of text), search_result, thinking, tool_use, tool_result and the blocks "
-        "of Anthropic's tools, with their fields, where they belong"
+        "text, image, document (of text), search_result, thinking, tool_use, tool_result and the "
+        "blocks of Anthropic's tools, with their fields, where they belong"
     )
     return RequestError(
         f"{where}: a block of type {block.type[:40]!r} is not supported here; what is: {known}",
@@ -247,15 +267,19 @@ def refused(block: ContentBlock, where: str) -> RequestError:
     )
 
 
-def _document(block: ContentBlock, where: str) -> str:
+def _source(block: ContentBlock, where: str) -> BlockSource:
     try:
-        source = msgspec.convert(block.source, DocumentSource)
+        return msgspec.convert(block.source, BlockSource)
     except msgspec.ValidationError as error:
         raise RequestError(f"{where}.source: {error}", param="messages") from None
+
+
+def _document(block: ContentBlock, where: str) -> str:
+    source = _source(block, where)
     match source:
-        case DocumentSource(type="text", data=str(data)):
+        case BlockSource(type="text", data=str(data)):
             return data
-        case DocumentSource(type="content", content=str() | list()):
+        case BlockSource(type="content", content=str() | list()):
             return _text_of(_inner(source.content, where), f"{where}.source.content")
     raise RequestError(
         f"{where} has a source of type {source.type[:40]!r}; supported are text (data) and content",

@@ -52,7 +52,7 @@ from appliance.server.ollama.schema import (
     ShowRequest,
     unloads,
 )
-from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
+from appliance.server.ollama.turns import sampling_of, tools_of, turns_of, with_images
 from appliance.server.requests.answer_size import FLOAT_BYTES
 from appliance.server.requests.conversation import Conversation, conversation, template_options
 from appliance.server.requests.grammars import checked_grammar, schema_form
@@ -133,17 +133,18 @@ def ollama_router(server: ServerState) -> APIRouter:
         state, body = await take(
             request, GenerateRequest, UNSUPPORTED_GENERATE, HARMLESS, streams=True
         )
-        prompt = body.prompt
+        prompt = body.prompt or ""
+        asks = bool(prompt or body.images)
 
         async def respond() -> Response:
-            if not prompt:
+            if not asks:
                 line = GenerateLine(model=body.model, created_at=now())
                 return json_response(_loaded(line, unloads=_unload(state, request, body)))
             answer, exchange = await _begin_text(state, body, prompt, request.scope)
             lines = LineStream(exchange, answer, generate_line, body.model)
             return await _respond(state, request, body, answer, lines)
 
-        streams = body.stream is not False and bool(prompt)
+        streams = body.stream is not False and asks
         return await once_loaded(state, request, respond, streams=streams)
 
     @router.post("/api/embed", **described(EmbedRequest, Embedded))
@@ -228,10 +229,7 @@ async def _begin_text(
     """Begin the answer to a prompt, as a chat of one turn or from the raw text."""
     owner, request_id = key_name(scope), request_id_of(scope)
     if not (body.raw or body.suffix):
-        turns: list[Turn] = [{"role": "user", "content": prompt}]
-        if body.system:
-            turns.insert(0, {"role": "system", "content": body.system})
-        chat = _conversation(state, body, lambda: turns, Tools())
+        chat = _conversation(state, body, partial(_turns, body, prompt), Tools())
         return await begin_chat(
             state,
             replace(chat, param="prompt", size=body_size(scope)),
@@ -239,8 +237,8 @@ async def _begin_text(
             prefix="generate-",
             request_id=request_id,
         )
-    if body.system or body.think:
-        name = "system" if body.system else "think"
+    if body.system or body.think or body.images:
+        name = "system" if body.system else "think" if body.think else "images"
         without = "suffix" if body.suffix else "raw"
         raise RequestError(f"{name} needs a chat template, which {without} leaves out", param=name)
     form = _form(body)
@@ -263,6 +261,11 @@ async def _begin_text(
         request_id=request_id,
         grammar=None if form is None else await checked_grammar(state, form[1], form[0]),
     )
+
+
+def _turns(body: GenerateRequest, prompt: str) -> list[Turn]:
+    asked: Turn = {"role": "user", "content": with_images(prompt, body.images, "images")}
+    return [{"role": "system", "content": body.system}, asked] if body.system else [asked]
 
 
 def _sampling(state: ModelState, body: OllamaRequest) -> tuple[SamplingFields, int | None]:

@@ -162,6 +162,7 @@ class GenerateRequest(OllamaRequest, kw_only=True):
     system: str | None = None
     raw: bool | None = None  # the raw prompt, without the chat template
     suffix: str | None = None  # text after the answer
+    images: list[str] | None = None
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
@@ -220,7 +221,6 @@ UNSUPPORTED: Table = (
 _GENERATE: Table = _CHAT | {
     "context": NOTHING,
     "height": (None, 0),
-    "images": NOTHING,
     "steps": (None, 0),
     "width": (None, 0),
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
+from appliance.server.requests.pictures import content_of, of_base64
 from appliance.server.requests.schema import LEAST_MULTIPLIER, NamedTool, SamplingFields
 from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
@@ -32,14 +33,9 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
     turns: list[Turn] = []
     count = 0
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        if message.images:
-            raise RequestError(
-                f"{where} has images; this server takes text only",
-                param="messages",
-                code="unsupported_content",
-            )
-        turn: Turn = {"role": message.role, "content": message.content or ""}
+        where = f"messages[{number}].images"
+        content = with_images(message.content or "", message.images, where)
+        turn: Turn = {"role": message.role, "content": content}
         if message.thinking and message.role == "assistant":
             turn["reasoning_content"] = message.thinking
         for call in message.tool_calls or ():
@@ -63,6 +59,16 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
                 turn["name"] = name
         turns.append(turn)
     return turns
+
+
+def with_images(text: str, images: Sequence[str] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return a content in which pictures, in base64, come before the text.
+
+    Raises:
+        ImageError: one is no base64.
+    """
+    parts = [of_base64(one, f"{where}[{place}]").part for place, one in enumerate(images or ())]
+    return content_of([*parts, {"type": "text", "text": text}] if text or not parts else parts)
 
 
 class _OpenCalls:

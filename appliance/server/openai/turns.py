@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.requests.pictures import detail_of, of_url
+from appliance.server.requests.pictures import content_of, detail_of, of_url
 from appliance.server.requests.schema import (
     ROLES,
     CalledFunction,
@@ -231,18 +231,16 @@ def _content(content: str | list[ContentPart] | None, where: str) -> str | list[
     """Return a message's text, or its parts if pictures are among them."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
+    return content_of(
+        [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+    )
 
 
 def _part(part: ContentPart, where: str) -> dict[str, Any]:
     if part.type == "image_url" and part.image_url is not None:
         given = part.image_url
         image = ImageUrl(url=given) if isinstance(given, str) else given
-        found = of_url(image.url, f"{where}.image_url", detail_of(image.detail, where))
-        return {"type": "image", "image": found}
+        return of_url(image.url, f"{where}.image_url", detail_of(image.detail, where)).part
     text = part.refusal if part.type == "refusal" else part.text
     if text is None or part.type not in ("text", "refusal"):
         raise RequestError(

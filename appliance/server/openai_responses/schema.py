@@ -34,11 +34,14 @@ SKIPPED_TOOLS = {
 
 
 class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of an item; only text is supported."""
+    """A part of an item: a text, or a picture."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None  # of the picture
+    file_id: str | None = None  # of a file that the server would hold
 
 
 class OutputPart(InputPart, kw_only=True, omit_defaults=True):

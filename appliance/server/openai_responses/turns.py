@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from appliance.errors import RequestError
 from appliance.log import RepeatedWarningFilter
 from appliance.server.openai_responses.built_in import BUILT_IN, CUSTOM, call_of, offer_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
+from appliance.server.requests.pictures import content_of, detail_of, of_url
 from appliance.server.requests.tools import MAX_NAME, Offer, Tools, allowed
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class _Turns:
                 self._own("content", "tool_calls")["content"] = _text(item.content, where)
             case Item(type="message", role=str(role)):
                 name = "system" if role == "developer" else role
-                self.add({"role": name, "content": _text(item.content, where)})
+                content = _content(item.content, f"{where}.content")
+                self.add({"role": name, "content": content})
             case Item(type="reasoning"):
                 thought = _text(item.content or item.summary, where)
                 if not thought and item.encrypted_content:
@@ -144,14 +146,13 @@ class _Turns:
         return turn
 
 
-def _output(item: Item, where: str) -> str:
+def _output(item: Item, where: str) -> str | list[dict[str, Any]]:
     output = item.output
     if isinstance(output, dict):  # older agents' form of a failure
         return str(output.get("content", ""))
     if item.type == "shell_call_output" and isinstance(output, list):
         return "\n".join(map(_printed, output))
-    text = _text(output, where)
-    return text or item.status or ""
+    return _content(output, f"{where}.output") or item.status or ""
 
 
 def _printed(part: OutputPart) -> str:
@@ -167,19 +168,42 @@ def _printed(part: OutputPart) -> str:
 
 
 def _text(content: str | Sequence[InputPart] | None, where: str) -> str:
+    """Return a text of parts; an assistant's have no pictures."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for part in content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None or part.type in ("input_image", "input_audio", "input_file"):
-            raise RequestError(
-                f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
-                param="input",
-                code="unsupported_content",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(_text_of(part, f"{where} has a content part", "text") for part in content)
+
+
+def _content(content: str | Sequence[InputPart] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return a message's text, or its parts if pictures are among them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return content_of([_part(part, f"{where}[{place}]") for place, part in enumerate(content)])
+
+
+def _part(part: InputPart, where: str) -> dict[str, Any]:
+    if part.type != "input_image":
+        known = "text and input_image (image_url)"
+        return {"type": "text", "text": _text_of(part, f"{where} is", known)}
+    if part.image_url is not None:
+        return of_url(part.image_url, f"{where}.image_url", detail_of(part.detail, where)).part
+    what = "needs an image_url" if part.file_id is None else "names a file, and files are not kept"
+    raise RequestError(
+        f"{where} {what}; send the picture itself as a data: URL in image_url",
+        param="input",
+        code="unsupported_content",
+    )
+
+
+def _text_of(part: InputPart, found: str, known: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None or part.type in ("input_image", "input_audio", "input_file"):
+        raise RequestError(
+            f"{found} of type {part.type[:40]!r}; supported here: {known}",
+            param="input",
+            code="unsupported_content",
+        )
+    return text
 
 
 def tools_of(body: ResponsesRequest) -> Tools:

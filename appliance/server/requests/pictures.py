@@ -34,13 +34,30 @@ class Attached:
     """A picture of a message as it was sent.
 
     Attributes:
-        where: names it in messages.
+        where: its place in the body.
         detail: OpenAI's: auto, low, high or original.
     """
 
     data: bytes
     where: str
     detail: ImageDetail = ImageDetail.AUTO
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return the part of a turn's content."""
+        return {"type": "image", "image": self}
+
+
+def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a message's text, a line for each part, or the parts if pictures are among them."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _param_of(where: str) -> str:
+    """Return the body's field of a place, such as `input` of `input[0].content[1]`."""
+    return re.split(r"[\[.]", where, maxsplit=1)[0]
 
 
 def of_url(url: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
@@ -54,7 +71,7 @@ def of_url(url: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Atta
         raise RequestError(
             f"{where} is {url[:40]!r}; send the picture itself as a data: URL with base64, since"
             " addresses are not fetched",
-            param="messages",
+            param=_param_of(where),
             code="unsupported_content",
         )
     return of_base64(url[found.end() :], where, detail)
@@ -71,7 +88,7 @@ def detail_of(given: str | None, where: str) -> ImageDetail:
     except ValueError:
         raise RequestError(
             f"{where} has the detail {str(given)[:40]!r}; known are {', '.join(ImageDetail)}",
-            param="messages",
+            param=_param_of(where),
         ) from None
 
 
@@ -87,7 +104,9 @@ def of_base64(text: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> 
     try:
         data = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (ValueError, binascii.Error) as error:
-        raise ImageError(f"{where} is no base64: {error}; send a picture's bytes in it") from error
+        raise ImageError(
+            f"{where} is no base64: {error}; send a picture's bytes in it", param=_param_of(where)
+        ) from error
     return Attached(data, where, detail)
 
 
@@ -107,12 +126,15 @@ def read_pictures(
     if not found:
         return list(turns), []
     if reader is None:
-        raise RequestError(TEXTS_ONLY, param="messages", code="unsupported_content")
+        where = found[0].where
+        raise RequestError(
+            f"{where}: {TEXTS_ONLY}", param=_param_of(where), code="unsupported_content"
+        )
     if len(found) > MOST_PICTURES:
         raise RequestError(
-            f"the messages have {len(found)} pictures, and at most {MOST_PICTURES} are taken; send"
+            f"the request has {len(found)} pictures, and at most {MOST_PICTURES} are taken; send"
             " fewer",
-            param="messages",
+            param=_param_of(found[0].where),
             code="too_many_images",
         )
     pictures = [_read(one, reader) for one in found]
@@ -124,7 +146,7 @@ def _read(one: Attached, reader: Pictures) -> Picture:
     try:
         return reader.read(one.data, one.detail)
     except ImageError as error:
-        raise type(error)(f"{one.where}: {error.message}") from error
+        raise type(error)(f"{one.where}: {error.message}", param=_param_of(one.where)) from error
 
 
 def _images(turn: Turn) -> Iterator[dict[str, Any]]:

@@ -335,7 +335,11 @@ async def test_errors_have_the_shape_of_the_protocol(serve: Serve, tokenizer: To
         for fields, status, text in (
             ({"model": "llama3"}, 404, "llama3"),
             ({"think": True}, 400, "does not support thinking"),
-            ({"messages": [{"role": "user", "content": "?", "images": ["AAAA"]}]}, 400, "images"),
+            (
+                {"messages": [{"role": "user", "content": "?", "images": ["AAAA"]}]},
+                400,
+                "texts only",
+            ),
             ({"messages": [{"role": "nobody", "content": "?"}]}, 400, "role"),
             ({"format": {"type": "text"}}, 400, "format.type"),
             ({"options": {"temperature": 9.0}}, 400, "temperature"),

@@ -230,13 +230,17 @@ async def test_choices_of_tools(serve: Serve, tokenizer: Tokenizer) -> None:
 
 
 async def test_what_does_not_run_here_is_refused_by_name(serve: Serve) -> None:
-    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
+    def holding(**part: Any) -> Any:
+        return [{"role": "user", "content": [{"type": "input_image", **part}]}]
+
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "file_search"),
         ({"tools": [{"type": "code_interpreter", "container": "x"}]}, "code_interpreter"),
         ({"tools": [{"type": "computer_use_preview"}]}, "computer_use_preview"),
         ({"tool_choice": {"type": "web_search"}}, "web_search"),
-        ({"input": image}, "input_image"),
+        ({"input": holding(image_url="https://here/x.png")}, "addresses are not fetched"),
+        ({"input": holding(image_url="data:image/png;base64,AAAA")}, "texts only"),
+        ({"input": holding(file_id="file-1")}, "files are not kept"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'x' is not kept"),
         ({"input": [{"type": "item_reference"}]}, "item_reference"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "encrypted_content"),
