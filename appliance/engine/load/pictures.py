@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.engine.run.encoded_pictures import EncodedPictures
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.engine.memory.plan import MemoryRequest
     from appliance.engine.run.device import Device
     from appliance.media.spec import ImageProcessorSpec
+    from appliance.model.source import ModelSource
     from appliance.model.vision.source import TowerSource
     from appliance.model.vision.tower import Tower
 
@@ -92,27 +92,44 @@ class PictureSource:
         return load_torch_tower(source, device.torch_device, dtype, on_progress)
 
 
-def open_pictures(config: EngineConfig) -> tuple[PictureSource | None, tuple[str, ...]]:
-    """Open processor and tower of the model that the settings name.
+def open_pictures(
+    config: EngineConfig, source: ModelSource
+) -> tuple[PictureSource | None, tuple[str, ...]]:
+    """Open processor and tower of a model.
 
     Returns:
         None if the model has none, or one that cannot be run, with notes on why.
     """
-    path = Path(config.model)
+    path = source.path
     if not config.images or not path.is_dir():
         return None, ()
     try:
         tower = open_tower(path, in_torch=False)
         processor = None if tower is None else read_image_processor(path)
     except ModelError as error:
-        return None, (f"pictures are not read, and texts are served alone: {error}",)
+        return None, _texts_alone(str(error))
     if tower is None:
         return None, ()
     if processor is None:
-        return None, (
-            f"pictures are not read, and texts are served alone: {path.name} has neither"
-            " preprocessor_config.json nor processor_config.json; fetch the model again",
+        return None, _texts_alone(
+            f"{path.name} has neither preprocessor_config.json nor processor_config.json; fetch the"
+            " model again"
         )
-    if config.is_divided:
-        return None, ("pictures are not read where ranks divide a model; texts are served alone",)
+    if (why := _why_not(config, source, tower)) is not None:
+        return None, _texts_alone(why)
     return PictureSource(processor, tower), ()
+
+
+def _why_not(config: EngineConfig, source: ModelSource, tower: TowerSource) -> str | None:
+    """Say why a model's pictures cannot be read though its tower can be run."""
+    if config.is_divided:
+        return "ranks divide this model, and only a process alone reads them"
+    if source.fallback is not None:
+        return f"transformers' modules run the text of {source.path.name}"
+    if tower.spec.rows_see_ahead:
+        return "rows of a picture see each other in this model, which is not computed here"
+    return None
+
+
+def _texts_alone(why: str) -> tuple[str]:
+    return (f"pictures are not read, and texts are served alone: {why}",)

@@ -115,6 +115,7 @@ class TowerSpec:
         merge: patches on a cell's side.
         taps: of layers, by index, whose output goes through a projector of its own into what is
             added behind the decoder's first layers (DeepStack).
+        rows_see_ahead: rows of the decoder see those of their picture that follow them.
         text_axes: of a decoder whose rows have three positions; None if they have one.
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
@@ -126,6 +127,7 @@ class TowerSpec:
     merge: int
     projector: ProjectorSpec
     taps: tuple[tuple[int, ProjectorSpec], ...] = ()
+    rows_see_ahead: bool = False
     text_axes: TextAxes | None = None
     first_norm: NormSpec | None = None
     first_norm_name: str = ""

@@ -1,0 +1,72 @@
+"""Models whose pictures are not read say so, and serve texts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.models.towers import TOWER_CASES, with_tower
+
+from appliance.config import EngineConfig
+from appliance.engine.load.pictures import open_pictures
+from appliance.engine.served_model import open_served
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor"},
+    "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
+}
+REASONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("gemma3", PROCESSORS["gemma3"], {}, "rows of a picture see each other"),
+    ("qwen3_vl", {}, {}, "has neither preprocessor_config.json nor"),
+    ("qwen3_vl", {"image_processor_type": "Unheard"}, {}, "Unheard"),
+    ("qwen3_vl", PROCESSORS["qwen3_vl"], {"ranks": 2}, "ranks divide this model"),
+]
+
+
+def write(kind: str, processor: dict[str, Any], folder: Path) -> Path:
+    with_tower(TOWER_CASES[kind]).save_pretrained(folder)
+    if processor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "processor", "settings", "why"), REASONS)
+def test_what_cannot_be_read_is_said(
+    kind: str, processor: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    config = EngineConfig(model=str(write(kind, processor, tmp_path)), device="cpu", **settings)
+    found, notes = open_pictures(config, open_served(config))
+    assert found is None
+    (note,) = notes
+    assert note.startswith("pictures are not read, and texts are served alone: ")
+    assert why in note
+
+
+def test_a_tower_is_counted_and_can_be_left_out(tmp_path: Path) -> None:
+    folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu")
+    source = open_served(config)
+    found, notes = open_pictures(config, source)
+    assert found is not None
+    assert not notes
+    stored = found.tower.weights
+    weights = sum(4 * _count(stored.shape(name)) for name in stored.tensor_names())
+    assert found.num_bytes(4) > weights > 4 * 10_000
+    assert source.spec.has_axes
+    assert not any("are left out" in note for note in source.weights.notes())
+    alone = EngineConfig(model=str(folder), device="cpu", images=False)
+    texts = open_served(alone)
+    assert open_pictures(alone, texts) == (None, ())
+    assert not texts.spec.has_axes
+    assert any("are left out" in note for note in texts.weights.notes())
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
