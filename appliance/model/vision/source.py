@@ -65,7 +65,9 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
     folder = SafetensorsFolder(path, in_torch=in_torch)
     spec = family.spec(folder.config, str(path / CONFIG_NAME))
     weights = TowerWeights(open_weights(folder), family, spec, path.name)
-    described = Family(family.name, family.tower_type, (), _described, family.names)
+    described = Family(
+        family.name, next(iter(family.tower_types.values())), (), _described, family.names
+    )
     config = dict(folder.config.get("vision_config") or {})
     layers = ModelSource(path, described, config, spec.layers, weights)
     return TowerSource(spec, layers, weights)

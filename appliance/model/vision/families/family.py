@@ -19,7 +19,6 @@ from appliance.model.spec import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from appliance.kernels.activation import Activation
     from appliance.model.names import TensorNames
     from appliance.model.vision.spec import TowerSpec
 
@@ -36,16 +35,15 @@ class TowerFamily:
     """Towers with the same config and tensor names.
 
     Attributes:
-        model_types: of the wholes that have one.
-        tower_type: `model_type` of the tower's own config, whose class gives defaults.
+        tower_types: `model_type` of the tower's own config, whose class gives defaults, by that of
+            the whole.
         read: reads the whole's config and the tower's.
         names: of the tower's layers; all begin with `TOWER`.
         places: prefixes of tower and projector in checkpoints, newest first.
     """
 
     name: str
-    model_types: tuple[str, ...]
-    tower_type: str
+    tower_types: Mapping[str, str]
     read: Callable[[ConfigReader, ConfigReader], TowerSpec]
     names: TensorNames
     places: tuple[tuple[str, str], ...]
@@ -57,9 +55,10 @@ class TowerFamily:
             CheckpointError: a setting is missing, of the wrong type or out of range.
             UnsupportedModelError: a setting asks for unsupported arithmetic.
         """
-        whole = ConfigReader(config, origin, class_defaults(config.get("model_type")))
-        kind = class_defaults(self.tower_type)
-        return self.read(whole, whole.section("vision_config", kind))
+        whole_type = config["model_type"]
+        whole = ConfigReader(config, origin, class_defaults(whole_type))
+        usual = class_defaults(self.tower_types[whole_type])
+        return self.read(whole, whole.section("vision_config", usual))
 
 
 def read_layers(
@@ -70,7 +69,6 @@ def read_layers(
     count: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
     rope: RopeSpec | None = None,
-    activation: Activation | None = None,
     attention_bias: bool = True,
     mlp_bias: bool = True,
     gated: bool = False,
@@ -88,7 +86,7 @@ def read_layers(
     if hidden_size % num_heads:
         raise config.refuse(heads, f"a divisor of hidden_size, {hidden_size}")
     head_dim = hidden_size // num_heads
-    act = read_activation(config, gated=gated) if activation is None else activation
+    act = read_activation(config, gated=False)
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.model.families.reader import class_defaults, text_type
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import AxisFrequencies, NormSpec, RopeSpec
@@ -23,7 +24,10 @@ _NORM = NormSpec(1e-5)  # in the class's code
 
 
 def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
-    head_dim = config.integer("head_dim")
+    if whole.value("vision_feature_layer") not in (None, -1):
+        raise whole.refuse("vision_feature_layer", "-1, the last")
+    usual = config.integer("hidden_size") // config.integer("num_attention_heads")
+    head_dim = config.integer("head_dim", usual)
     of_axis = head_dim // 4
     rope = RopeSpec(
         theta=config.section("rope_parameters").number("rope_theta", 1e4),
@@ -31,7 +35,8 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
         sections=(0, of_axis, of_axis),
         axis_frequencies=AxisFrequencies.EVERY_OTHER,
     )
-    text = whole.section("text_config")
+    kind = whole.section("text_config").text("model_type", text_type("mistral3"))
+    text = whole.section("text_config", class_defaults(kind))
     bias = whole.flag("multimodal_projector_bias")
     act = read_activation(whole, "projector_hidden_act", gated=False)
     return TowerSpec(
@@ -43,7 +48,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             attention_bias=False,
             mlp_bias=False,
             gated=True,
-            final_norm=NormSpec(text.number("rms_norm_eps", 1e-6)),
+            final_norm=NormSpec(text.number("rms_norm_eps")),
         ),
         patch=PatchSpec(f"{TOWER}patch_conv", config.integer("patch_size"), bias=False),
         table=None,
@@ -64,8 +69,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
 
 MISTRAL3 = TowerFamily(
     name="mistral3",
-    model_types=("mistral3",),
-    tower_type="pixtral",
+    tower_types={"mistral3": "pixtral"},
     read=_read,
     names=TensorNames(
         embedding=EMBEDDING,

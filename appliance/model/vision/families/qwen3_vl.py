@@ -92,8 +92,12 @@ def _merger(prefix: str, *, normed: bool = False) -> ProjectorSpec:
 
 QWEN3_VL = TowerFamily(
     name="qwen3_vl",
-    model_types=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    tower_type="qwen3_vl_vision",
+    tower_types={
+        "qwen3_vl": "qwen3_vl_vision",
+        "qwen3_vl_moe": "qwen3_vl_moe_vision",
+        "qwen3_5": "qwen3_5_vision",
+        "qwen3_5_moe": "qwen3_5_moe_vision",
+    },
     read=_read,
     names=TensorNames(
         embedding=EMBEDDING,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.model.vision.families.family import TowerFamily
 
 TOWERS: tuple[TowerFamily, ...] = (IDEFICS3, LFM2_VL, QWEN3_VL, MISTRAL3, GEMMA3)
-_BY_TYPE = {kind: family for family in TOWERS for kind in family.model_types}
+_BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:

@@ -104,16 +104,14 @@ def _read_lfm2(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
 
 IDEFICS3 = TowerFamily(
     name="idefics3",
-    model_types=("idefics3", "smolvlm"),
-    tower_type="smolvlm_vision",
+    tower_types={"idefics3": "idefics3_vision", "smolvlm": "smolvlm_vision"},
     read=_read_idefics3,
     names=_NAMES,
     places=(("model.vision_model.", "model.connector."),),
 )
 GEMMA3 = TowerFamily(
     name="gemma3",
-    model_types=("gemma3",),
-    tower_type="siglip_vision_model",
+    tower_types={"gemma3": "siglip_vision_model"},
     read=_read_gemma3,
     names=_NAMES,
     places=(
@@ -124,8 +122,7 @@ GEMMA3 = TowerFamily(
 )
 LFM2_VL = TowerFamily(
     name="lfm2_vl",
-    model_types=("lfm2_vl",),
-    tower_type="siglip2_vision_model",
+    tower_types={"lfm2_vl": "siglip2_vision_model"},
     read=_read_lfm2,
     names=_NAMES,
     places=(

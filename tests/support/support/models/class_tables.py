@@ -21,6 +21,7 @@ from appliance.model.encoder.families import ENCODERS
 from appliance.model.families import reader
 from appliance.model.families.registry import CLASSES_OF_TYPES, FAMILIES, TWO_WAY_RELATIVES
 from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
+from appliance.model.vision.families.registry import TOWERS
 
 TABLE = Path(reader.__file__).with_name("class_defaults.json")
 # Text parts of larger models, and variants, that a family reads but that have a class of their own.
@@ -45,6 +46,8 @@ def make() -> dict[str, Any]:
     types = {family.model_type for family in FAMILIES} | {each.model_type for each in ENCODERS}
     types |= TWO_WAY_RELATIVES.keys()
     types |= set(OTHER_TYPES)
+    for family in TOWERS:
+        types |= {*family.tower_types, *family.tower_types.values()}
     types &= set(CONFIG_MAPPING)  # transformers has no class of InternLM 2
     parts: dict[str, str] = {}
     for name in CONFIG_MAPPING:
@@ -157,8 +160,11 @@ def _of_class(made: Any) -> dict[str, Any]:
             held is not None and key in asked.fields and asked.is_constant(key, held, **{key: None})
         ):
             nulls[key] = held
-    values = {key: value for key, value in values.items() if value is not None}
-    nulls = {key: value for key, value in nulls.items() if value is not None}
+    parts = made.sub_configs_defaults  # which have classes of their own
+    values, nulls = (
+        {key: value for key, value in each.items() if value is not None and key not in parts}
+        for each in (values, nulls)
+    )
     read = _read_by_model(made)
     known = (read | asked.late.keys()) - asked.fields.keys() - aliases.keys() - values.keys()
     found = {

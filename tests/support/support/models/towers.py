@@ -120,6 +120,11 @@ TOWER_CASES = {
             | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True},
         },
     ),
+    "pixtral_gelu": TowerCase(
+        "mistral3",
+        SIZES | LAYERS | {"model_type": "pixtral", "image_size": 140, "hidden_act": "gelu"},
+        ((4, 2),), as_sized, text={"model_type": "ministral3"},
+    ),
     "mistral3": TowerCase(
         "mistral3",
         SIZES | LAYERS
