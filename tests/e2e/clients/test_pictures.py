@@ -1,0 +1,344 @@
+"""Every protocol with its own client package, and a picture of scikit-image."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+from PIL import Image
+from support.models.picture_models import PICTURE_MODELS, write_picture_model
+from support.runs.fetched import pictures
+from support.runs.waiting import LIMIT
+
+from tests.e2e.conftest import Server
+
+TOKENS = 12
+QUESTION = "What is this?"
+CALL = {"name": "look", "arguments": {"at": "desk"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer, its prompt's tokens, and the rows of pictures where the protocol counts them."""
+
+    text: str
+    prompt_tokens: int
+    image_tokens: int | None = None
+
+
+class Clients:
+    """The packages of all protocols, each asking one question in its own form."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.openai = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT
+        )
+        self.anthropic = anthropic.Anthropic(
+            base_url=url, api_key="none", max_retries=0, timeout=LIMIT
+        )
+        self.ollama = ollama.Client(host=url, timeout=LIMIT)
+
+    def close(self) -> None:
+        for client in (self.openai, self.anthropic, self.ollama):
+            client.close()
+
+    def chat(self, messages: list[Any]) -> Said:
+        found = self.openai.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=TOKENS
+        )
+        usage = found.usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        rows = usage.prompt_tokens_details.image_tokens
+        return Said(found.choices[0].message.content or "", usage.prompt_tokens, rows)
+
+    def responses(self, items: list[Any]) -> Said:
+        found = self.openai.responses.create(
+            model="tiny", input=items, temperature=0, max_output_tokens=TOKENS
+        )
+        assert found.usage is not None
+        return Said(found.output_text, found.usage.input_tokens)
+
+    def messages(self, messages: list[Any]) -> Said:
+        found = self.anthropic.messages.create(
+            model="tiny", messages=messages, max_tokens=TOKENS, extra_body={"temperature": 0}
+        )
+        text = "".join(block.text for block in found.content if block.type == "text")
+        cached = found.usage.cache_read_input_tokens or 0
+        return Said(text, found.usage.input_tokens + cached)
+
+    def ollama_chat(self, messages: list[Any]) -> Said:
+        options = {"temperature": 0, "num_predict": TOKENS}
+        found = self.ollama.chat(model="tiny", messages=messages, options=options)
+        return Said(found.message.content or "", found.prompt_eval_count or 0)
+
+    def generate(self, prompt: str, *images: str | bytes) -> Said:
+        options = {"temperature": 0, "num_predict": TOKENS}
+        found = self.ollama.generate(model="tiny", prompt=prompt, images=images, options=options)
+        return Said(found.response or "", found.prompt_eval_count or 0)
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    folder = tmp_path_factory.mktemp("pictures")
+    write_picture_model("qwen3_vl", folder / "model", context=2048)
+    running = Server(folder / "log", str(folder / "model"), "--served-model-name", "tiny")
+    asking = Clients(running.url)
+    yield asking
+    asking.close()
+    with contextlib.suppress(ProcessLookupError):
+        running.stop()
+
+
+def png(name: str, size: tuple[int, int] = (150, 100)) -> bytes:
+    """A photograph at a size that a body holds many times."""
+    out = io.BytesIO()
+    Image.open(pictures() / name).convert("RGB").resize(size).save(out, "PNG")
+    return out.getvalue()
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{in_base64(data)}"
+
+
+def chat_part(data: bytes, **fields: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(data), **fields}}
+
+
+def block(data: bytes) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": in_base64(data)}
+    return {"type": "image", "source": source}
+
+
+def by_chat(clients: Clients, *images: bytes) -> Said:
+    parts = [*map(chat_part, images), {"type": "text", "text": QUESTION}]
+    return clients.chat([{"role": "user", "content": parts}])
+
+
+def by_responses(clients: Clients, *images: bytes) -> Said:
+    found = [{"type": "input_image", "image_url": url_of(one), "detail": "auto"} for one in images]
+    parts = [*found, {"type": "input_text", "text": QUESTION}]
+    return clients.responses([{"role": "user", "content": parts}])
+
+
+def by_messages(clients: Clients, *images: bytes) -> Said:
+    parts = [*map(block, images), {"type": "text", "text": QUESTION}]
+    return clients.messages([{"role": "user", "content": parts}])
+
+
+def by_ollama_chat(clients: Clients, *images: bytes) -> Said:
+    return clients.ollama_chat([{"role": "user", "content": QUESTION, "images": images}])
+
+
+def by_generate(clients: Clients, *images: bytes) -> Said:
+    return clients.generate(QUESTION, *images)
+
+
+DOORS: list[Callable[..., Said]] = [
+    by_chat, by_responses, by_messages, by_ollama_chat, by_generate,
+]  # fmt: skip
+
+
+def refusal(ask: Callable[[], object]) -> tuple[int, str]:
+    """Return the status of a refusal, and its message with a code if the protocol has one."""
+    try:
+        ask()
+    except (openai.APIStatusError, anthropic.APIStatusError) as error:
+        return error.status_code, json.dumps(error.body)
+    except ollama.ResponseError as error:
+        return error.status_code, error.error
+    raise AssertionError("it was not refused")
+
+
+def test_all_protocols_show_the_model_the_same(clients: Clients) -> None:
+    from transformers import Qwen2VLImageProcessor
+
+    data = png("coffee.png")
+    answers = [door(clients, data) for door in DOORS]
+    assert len({(said.text, said.prompt_tokens) for said in answers}) == 1
+    processor = Qwen2VLImageProcessor(**PICTURE_MODELS["qwen3_vl"].processor)
+    found = processor(Image.open(io.BytesIO(data)), return_tensors="np")
+    rows = int(found["image_grid_thw"].prod()) // 4
+    assert answers[0].image_tokens == rows
+    without = by_chat(clients)
+    assert without.image_tokens is None
+    # Its two words stand around the rows.
+    assert answers[0].prompt_tokens == without.prompt_tokens + rows + 2
+    assert "vision" in (clients.ollama.show("tiny").capabilities or ())
+
+
+def test_another_picture_of_the_same_size_is_another_prompt(clients: Clients) -> None:
+    coffee, astronaut = png("coffee.png"), png("astronaut.png")
+    for door in DOORS:
+        one, other = door(clients, coffee), door(clients, astronaut)
+        assert one.prompt_tokens == other.prompt_tokens
+        assert one.text != other.text
+        both = door(clients, coffee, astronaut)
+        assert both.text != door(clients, astronaut, coffee).text
+
+
+def test_pictures_of_tools_are_read(clients: Clients) -> None:
+    data, told = png("coffee.png"), "Here:"
+    arguments = json.dumps(CALL["arguments"])
+    asked = {"role": "user", "content": "Look."}
+    function = {"name": "look", "arguments": arguments}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    use = {"type": "tool_use", "id": "call_1", "name": "look", "input": CALL["arguments"]}
+    answers = [
+        clients.chat(
+            [
+                asked,
+                {"role": "assistant", "content": None, "tool_calls": calls},
+                {
+                    "role": "tool",
+                    "tool_call_id": "call_1",
+                    "content": [chat_part(data), {"type": "text", "text": told}],
+                },
+            ]
+        ),
+        clients.responses(
+            [
+                asked,
+                {"type": "function_call", "call_id": "call_1", **function},
+                {
+                    "type": "function_call_output",
+                    "call_id": "call_1",
+                    "output": [
+                        {"type": "input_image", "image_url": url_of(data)},
+                        {"type": "input_text", "text": told},
+                    ],
+                },
+            ]
+        ),
+        clients.messages(
+            [
+                asked,
+                {"role": "assistant", "content": [use]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "call_1",
+                            "content": [block(data), {"type": "text", "text": told}],
+                        }
+                    ],
+                },
+            ]
+        ),
+        clients.ollama_chat(
+            [
+                asked,
+                {"role": "assistant", "tool_calls": [{"function": CALL}]},
+                {"role": "tool", "tool_name": "look", "content": told, "images": [data]},
+            ]
+        ),
+    ]
+    assert len({(said.text, said.prompt_tokens) for said in answers}) == 1
+    assert answers[0].image_tokens
+
+
+def test_a_kept_response_keeps_its_pictures(clients: Clients) -> None:
+    create = clients.openai.responses.create
+    asked: Any = [
+        {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": url_of(png("coffee.png"))}],
+        }
+    ]
+    more: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": TOKENS}
+    first = create(input=asked, **more)
+    again: Any = [*asked, {"role": "assistant", "content": first.output_text}]
+    ends: Any = [{"role": "user", "content": QUESTION}]
+    kept = create(input=ends, previous_response_id=first.id, **more)
+    whole = create(input=[*again, *ends], **more)
+    assert kept.output_text == whole.output_text
+    assert kept.usage is not None
+    assert whole.usage is not None
+    assert kept.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_base64_may_have_a_prefix_at_ollama(clients: Clients) -> None:
+    data = png("coffee.png")
+    body: dict[str, Any] = {"model": "tiny", "stream": False, "prompt": QUESTION}
+    body["options"] = {"temperature": 0, "num_predict": TOKENS}
+    said = [
+        httpx.post(f"{clients.url}/api/generate", json={**body, "images": [one]}).json()
+        for one in (in_base64(data), url_of(data))
+    ]
+    assert said[0]["response"] == said[1]["response"] == by_generate(clients, data).text
+
+
+def test_little_detail_takes_no_more_rows(clients: Clients) -> None:
+    data = png("coffee.png")
+    rows = {
+        detail: clients.chat([{"role": "user", "content": [chat_part(data, detail=detail)]}])
+        for detail in ("auto", "low", "high", "original")
+    }
+    assert rows["auto"] == rows["high"] == rows["original"]
+    assert (rows["low"].image_tokens or 0) <= (rows["auto"].image_tokens or 0)
+    wrong = [{"role": "user", "content": [chat_part(data, detail="most")]}]
+    status, text = refusal(lambda: clients.chat(wrong))
+    assert status == 400
+    assert "known are auto, low, high, original" in text
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_cannot_be_read_is_refused(clients: Clients, door: Callable[..., Said]) -> None:
+    data = png("coffee.png")
+    status, text = refusal(lambda: door(clients, data[: len(data) // 2]))
+    assert status == 400
+    assert "images[0]" in text or "content" in text
+    if door in (by_chat, by_responses):
+        assert '"code": "invalid_image"' in text
+    status, text = refusal(lambda: door(clients, *[png("coffee.png", (8, 8))] * 65))
+    assert status == 400
+    assert "65 pictures, and at most 64" in text
+    if door in (by_chat, by_responses):
+        assert '"code": "too_many_images"' in text
+    assert door(clients, data).text == by_chat(clients, data).text, "the server goes on"
+
+
+def test_what_is_not_in_the_request_is_refused_by_name(clients: Clients) -> None:
+    address = "https://example.com/x.png"
+
+    def asked(part: dict[str, Any]) -> list[Any]:
+        return [{"role": "user", "content": [part]}]
+
+    def chat(part: dict[str, Any]) -> tuple[int, str]:
+        return refusal(lambda: clients.chat(asked(part)))
+
+    def responses(part: dict[str, Any]) -> tuple[int, str]:
+        return refusal(lambda: clients.responses(asked(part)))
+
+    def messages(source: dict[str, Any]) -> tuple[int, str]:
+        return refusal(lambda: clients.messages(asked({"type": "image", "source": source})))
+
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    for (status, text), word in (
+        (chat({"type": "image_url", "image_url": {"url": address}}), "addresses are not fetched"),
+        (chat({"type": "file", "file": {"file_id": "file-1"}}), "'file'"),
+        (responses({"type": "input_image", "image_url": address}), "addresses are not fetched"),
+        (responses({"type": "input_image", "file_id": "file-1"}), "files are not kept"),
+        (responses({"type": "input_file", "file_data": "data:,"}), "'input_file'"),
+        (messages({"type": "url", "url": address}), "type 'url'"),
+        (messages({"type": "file", "file_id": "file-1"}), "type 'file'"),
+        (refusal(lambda: clients.messages(asked({"type": "document", "source": pdf}))), "'base64'"),
+    ):
+        assert status == 400
+        assert word in text
