@@ -181,6 +181,13 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Modalities(msgspec.Struct, kw_only=True):
+    """Kinds of input and output of a model, in the form of OpenRouter."""
+
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     """A served model."""
 
@@ -193,6 +200,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     default_parameters: dict[str, float]  # default sampling
     state: str  # ready, asleep (the next request loads it), loading, waking, restarting or failed
     aliases: list[str]  # other names that requests may use
+    architecture: Modalities | None  # null until first loaded
     # Anthropic's names of the same.
     type: Literal["model"] = "model"
     display_name: str

@@ -14,7 +14,13 @@ from appliance.server.http.errors import json_response, request_id_of
 from appliance.server.http.openapi import describes
 from appliance.server.http.request_middleware import key_name
 from appliance.server.http.stream import EventStream
-from appliance.server.openai.answers import ChatCompletion, Completion, ModelCard, ModelList
+from appliance.server.openai.answers import (
+    ChatCompletion,
+    Completion,
+    Modalities,
+    ModelCard,
+    ModelList,
+)
 from appliance.server.openai.chat import ChatCalls, answer_chat, chat_frames, whole_chat
 from appliance.server.openai.chunks import StreamUsage
 from appliance.server.openai.completions import EchoScoring, completion_frames, whole_completion
@@ -26,6 +32,7 @@ from appliance.server.requests.sampling import limit_of
 from appliance.server.requests.schema import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.messages import EngineInfo
     from appliance.server.models.model_state import ModelState
     from appliance.server.models.state import ServerState
 
@@ -142,7 +149,8 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
 
 def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
     name = state.model_id if adapter is None else adapter
-    context = None if state.engine.info is None else state.engine.info.context_length
+    info = state.engine.info
+    context = None if info is None else info.context_length
     started = state.server.started
     return ModelCard(
         id=name,
@@ -155,4 +163,12 @@ def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
         default_parameters=dict(state.sampling.values),
         state=state.engine.state.value,
         aliases=state.aliases if adapter is None else [],
+        architecture=None if info is None else _modalities(info),
+    )
+
+
+def _modalities(info: EngineInfo) -> Modalities:
+    return Modalities(
+        input_modalities=["text", "image"] if info.reads_pictures else ["text"],
+        output_modalities=["text"],
     )

@@ -180,6 +180,8 @@ def test_all_protocols_show_the_model_the_same(clients: Clients) -> None:
     # Its two words stand around the rows.
     assert answers[0].prompt_tokens == without.prompt_tokens + rows + 2
     assert "vision" in (clients.ollama.show("tiny").capabilities or ())
+    told = clients.openai.models.retrieve("tiny").model_extra or {}
+    assert told["architecture"]["input_modalities"] == ["text", "image"]
 
 
 def test_another_picture_of_the_same_size_is_another_prompt(clients: Clients) -> None:

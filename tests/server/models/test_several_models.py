@@ -47,6 +47,8 @@ async def test_a_request_loads_its_model_and_the_one_idle_longest_makes_room(ser
             ("c", "asleep", ["gpt"]),
         ]
         assert (listed[0]["max_model_len"], listed[1]["max_model_len"]) == (512, None)
+        texts = {"input_modalities": ["text"], "output_modalities": ["text"]}
+        assert [one["architecture"] for one in listed] == [texts, None, None]
         answer = await say(running, "b")
         assert (answer["model"], answer["choices"][0]["text"]) == ("b", "abc")
         assert states(running) == {"echo": "ready", "b": "ready", "c": "asleep"}, "both fit"
