@@ -275,6 +275,34 @@ def test_a_kept_response_keeps_its_pictures(clients: Clients) -> None:
     assert kept.usage.input_tokens == whole.usage.input_tokens
 
 
+def test_streams_and_counts_agree_with_whole_answers(clients: Clients) -> None:
+    data = png("coffee.png")
+    wanted = by_chat(clients, data)
+    parts: list[Any] = [block(data), {"type": "text", "text": QUESTION}]
+    counted = clients.anthropic.messages.count_tokens(
+        model="tiny", messages=[{"role": "user", "content": parts}]
+    )
+    assert counted.input_tokens == wanted.prompt_tokens
+    asked: list[Any] = [
+        {"role": "user", "content": [chat_part(data), {"type": "text", "text": QUESTION}]}
+    ]
+    stream = clients.openai.chat.completions.create(
+        model="tiny",
+        messages=asked,
+        temperature=0,
+        max_tokens=TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == wanted.text
+    assert last.usage is not None
+    assert last.usage.prompt_tokens == wanted.prompt_tokens
+    details = last.usage.prompt_tokens_details
+    assert details is not None
+    assert details.image_tokens == wanted.image_tokens
+
+
 def test_base64_may_have_a_prefix_at_ollama(clients: Clients) -> None:
     data = png("coffee.png")
     body: dict[str, Any] = {"model": "tiny", "stream": False, "prompt": QUESTION}
