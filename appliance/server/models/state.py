@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+PICTURE_BYTES = 64 << 20  # of a body, in base64: of a whole conversation
+
+
 @dataclass(slots=True)
 class ServerState:
     """One server.
@@ -71,6 +74,12 @@ class ServerState:
         self.use = KeyUse(self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
         self.keys.observers.append(self.metrics.know_keys)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request; larger where a model reads pictures, and only for these."""
+        reads = any(model.pictures is not None for model in self.models)
+        return self.config.max_body_bytes + (PICTURE_BYTES if reads else 0)
 
     def fail(self, part: str, error: Exception | None = None) -> None:
         """Drain and end with an error, so that a service manager starts another server.

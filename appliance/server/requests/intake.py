@@ -72,7 +72,7 @@ async def take_body(
     """
     owner = key_name(request.scope)
     server.check_room(owner)
-    body, fields = await read_json(request, kind, max_bytes=server.config.max_body_bytes)
+    body, fields = await read_json(request, kind, max_bytes=server.max_body_bytes)
     unsupported.refuse_unsupported(fields, table)
     note_ignored(fields, {*body.__struct_fields__, *table, *harmless})
     name = getattr(body, "model", None) or getattr(body, "name", None)

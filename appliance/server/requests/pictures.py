@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
 from appliance.errors import ChatTemplateError, ImageError, RequestError
 from appliance.media.spec import ImageDetail
+from appliance.server.http.errors import BodyTooLargeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 TEXTS_ONLY = "this model reads texts only; leave the pictures out, or serve a model that takes them"
 MOST_PICTURES = 64  # of a request
+_LINE = 57  # bytes of a line in base64, whose end takes two characters in JSON
 _DATA_URL = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 
 
@@ -108,6 +110,24 @@ def of_base64(text: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> 
             f"{where} is no base64: {error}; send a picture's bytes in it", param=_param_of(where)
         ) from error
     return Attached(data, where, detail)
+
+
+def check_texts(turns: Sequence[Turn], size: int, most: int) -> None:
+    """Refuse a body that is larger than others may be by more than its pictures.
+
+    Args:
+        size: bytes of the body.
+        most: of one without pictures.
+
+    Raises:
+        RequestError: the rest of it is too large.
+    """
+    if size <= most:
+        return
+    pictures = sum(len(part["image"].data) for turn in turns for part in _images(turn))
+    rest = size - pictures * 4 // 3 - 2 * pictures // _LINE
+    if rest > most:
+        raise BodyTooLargeError(f"the body must have at most {most} bytes beside its pictures")
 
 
 def read_pictures(

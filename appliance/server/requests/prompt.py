@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.server.requests.conversation import thought_budget
-from appliance.server.requests.pictures import laid_out, read_pictures
+from appliance.server.requests.pictures import check_texts, laid_out, read_pictures
 from appliance.server.requests.pieces import Reading
 from appliance.server.requests.terms import salt_of
 from appliance.tokenizer import DecodeStream
@@ -67,7 +67,9 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
 
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
-        given, found = read_pictures(chat.turns(), state.pictures)
+        attached = chat.turns()
+        check_texts(attached, chat.size, state.config.max_body_bytes)
+        given, found = read_pictures(attached, state.pictures)
         continued = _continued(given, chat)
         turns, definitions = prepare(dialect, given, chat.tools.definitions)
         write = partial(
