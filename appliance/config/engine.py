@@ -195,6 +195,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             Group.MODEL,
         ),
     ] = True
+    image_tokens: Annotated[
+        str,
+        Setting(
+            "Rows of the prompt that a picture may take, as LEAST:MOST, of which one may be left"
+            " out, such as 64:1024 or :256. Fewer rows are encoded and read sooner, and show less.",
+            Group.MODEL,
+            default_is="as the model's own processor has it",
+        ),
+    ] = ""
     max_model_len: Annotated[
         int | None,
         Setting(

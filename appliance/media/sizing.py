@@ -25,6 +25,25 @@ class TokenRange(NamedTuple):
     least: int = 1
     most: int | None = None
 
+    @classmethod
+    def of(cls, text: str) -> TokenRange:
+        """Read LEAST:MOST; either may be left out, and all of it.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        least, _, most = text.strip().partition(":")
+        try:
+            found = cls(int(least or 1), int(most) if most else None)
+        except ValueError:
+            found = cls(0)
+        if found.least < 1 or (found.most is not None and found.most < found.least):
+            raise ConfigError(
+                f"image_tokens is {text!r}, but must be LEAST:MOST, two numbers of which one may be"
+                " left out, such as 64:1024 or :256"
+            )
+        return found
+
     def below(self, most: int) -> int:
         return most if self.most is None else min(most, self.most)
 

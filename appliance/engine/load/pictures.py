@@ -13,6 +13,7 @@ from appliance.errors import ModelError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.media.processor_config import read_image_processor
+from appliance.media.sizing import TokenRange
 from appliance.model.vision.source import open_tower
 from appliance.model.vision.tower import load_native_tower
 
@@ -101,11 +102,14 @@ def open_pictures(
         None if the model has none, or one that cannot be run, with notes on why.
     """
     path = source.path
+    allowed = TokenRange.of(config.image_tokens)
     if not config.images or not path.is_dir():
         return None, ()
     try:
         tower = open_tower(path, in_torch=False)
         processor = None if tower is None else read_image_processor(path)
+        if processor is not None:
+            processor = processor.narrowed(allowed)
     except ModelError as error:
         return None, _texts_alone(str(error))
     if tower is None:

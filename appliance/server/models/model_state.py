@@ -268,7 +268,9 @@ class ModelState:
             self.engine.config.generation_config, tokenizer.sampling, found.sampling
         )
         if info.reads_pictures:
-            self.pictures = await asyncio.to_thread(_picture_reader, found.path)
+            self.pictures = await asyncio.to_thread(
+                _picture_reader, found.path, self.engine.config.image_tokens
+            )
         self.tokenizer = tokenizer
         settle()
         return info
@@ -371,12 +373,13 @@ async def _in_daemon(find: Callable[[], ModelToServe]) -> ModelToServe:
     return await asyncio.wrap_future(found)
 
 
-def _picture_reader(path: Path) -> Pictures | None:
+def _picture_reader(path: Path, image_tokens: str) -> Pictures | None:
     from appliance.media.pictures import Pictures
     from appliance.media.processor_config import read_image_processor
+    from appliance.media.sizing import TokenRange
 
     spec = read_image_processor(path)
-    return None if spec is None else Pictures(spec)
+    return None if spec is None else Pictures(spec, TokenRange.of(image_tokens))
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

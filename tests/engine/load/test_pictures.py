@@ -11,6 +11,8 @@ from support.models.towers import TOWER_CASES, with_tower
 from appliance.config import EngineConfig
 from appliance.engine.load.pictures import open_pictures
 from appliance.engine.served_model import open_served
+from appliance.errors import ConfigError
+from appliance.media.sizing import TokenRange
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,3 +72,28 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+@pytest.mark.parametrize("text", ["4:2", "0:8", "x", "1:2:3", "-1:"])
+def test_a_senseless_range_of_rows_is_refused(text: str, tmp_path: Path) -> None:
+    folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", image_tokens=text)
+    with pytest.raises(ConfigError, match=r"image_tokens is .* LEAST:MOST"):
+        open_pictures(config, open_served(config))
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most"),
+    [("", 1, None), ("64:1024", 64, 1024), (":256", 1, 256), ("9:", 9, None)],
+)
+def test_a_range_of_rows_is_read_and_kept(
+    text: str, least: int, most: int | None, tmp_path: Path
+) -> None:
+    assert TokenRange.of(text) == (least, most)
+    folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", image_tokens=text)
+    found, _ = open_pictures(config, open_served(config))
+    assert found is not None
+    for size in ((40, 40), (300, 500), (3000, 2000)):
+        rows = found.processor.rows(found.processor.canvases(*size))
+        assert least <= rows <= (most or 16384)

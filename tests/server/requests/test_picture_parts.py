@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_a_body_may_exceed_the_limit_by_its_pictures_alone(lines: bool) -> None:
     encode = base64.encodebytes if lines else base64.b64encode
     url = f"data:image/png;base64,{encode(DATA).decode()}"
     body = json.dumps({"text": "x" * 1000, "url": url})
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "system", "content": "short"},
         {"role": "user", "content": [{"type": "image", "image": of_url(url, "here")}]},
     ]
