@@ -178,7 +178,7 @@ class Stub:
     block_bytes, open_bytes = 1, 0
 
     def __init__(self, rows: int, vocab_size: int, counts: Counter[str]) -> None:
-        self.spec = SimpleNamespace(vocab_size=vocab_size)
+        self.spec = SimpleNamespace(vocab_size=vocab_size, has_axes=False)
         self.logits = torch.zeros(rows, vocab_size)
         self.tokens = torch.full((rows,), TOKEN)
         self.counts = counts

@@ -19,4 +19,5 @@ _BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
     """Find the family of a whole model's tower; None of one without, or of none that is known."""
-    return _BY_TYPE.get(config.get("model_type", ""))
+    kind = config.get("model_type")
+    return _BY_TYPE.get(kind) if isinstance(kind, str) else None
