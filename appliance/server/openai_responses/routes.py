@@ -160,6 +160,7 @@ def _conversation(body: ResponsesRequest, history: ReadInput) -> Conversation:
         options=template_options(None if body.reasoning is None else body.reasoning.effort),
         form=_form(body.text),
         param="input",
+        is_limited=True,
         continues=None if history.is_open else False,
     )
 

@@ -43,6 +43,7 @@ class Conversation:
         param: field of the body that holds the messages.
         size: bytes of the request, for its place among others in `TextThreads`.
         begins_answer: the prompt ends with the opening of an answer.
+        is_limited: its size, which counts kept turns too, has been checked.
         continues: the answer continues the last turn, which is the assistant's; None if it has
             text and no calls.
     """
@@ -57,6 +58,7 @@ class Conversation:
     form: tuple[str, Grammar] | None = None
     param: str = "messages"
     size: int = 0
+    is_limited: bool = False
     begins_answer: bool = True
     continues: bool | None = None
 

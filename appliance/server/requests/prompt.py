@@ -68,7 +68,8 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
         attached = chat.turns()
-        check_texts(attached, chat.size, state.config.max_body_bytes)
+        if not chat.is_limited:
+            check_texts(attached, chat.size, state.config.max_body_bytes)
         given, found = read_pictures(attached, state.pictures)
         continued = _continued(given, chat)
         turns, definitions = prepare(dialect, given, chat.tools.definitions)
