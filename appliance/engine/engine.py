@@ -18,6 +18,7 @@ from appliance.engine.grammars.matchers import NO_WAY_ON
 from appliance.engine.nouns.beacon import Beacon
 from appliance.engine.nouns.limits import check_request, check_tokens
 from appliance.engine.nouns.messages import SequenceDelta, StepReport
+from appliance.engine.nouns.picture import TEXTS_ONLY
 from appliance.engine.nouns.request import FinishReason
 from appliance.engine.run.adapters.pool import AdapterPool
 from appliance.engine.scheduling.deadlines import was_started, why_refused
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from appliance.stats import SequenceView
 
 logger = logging.getLogger(__name__)
-NO_PICTURES = (
-    "this model reads texts only; leave the pictures out, or serve a model that takes them"
-)
 
 
 class LLMEngine:
@@ -134,7 +132,7 @@ class LLMEngine:
 
     def _check_pictures(self, request: Request) -> None:
         if self.pictures is None:
-            raise RequestError(NO_PICTURES, param="messages", code="unsupported_content")
+            raise RequestError(TEXTS_ONLY, param="messages", code="unsupported_content")
         if request.sampling.prompt_logprobs is not None:
             raise RequestError(
                 "the rows of a picture have no tokens to score; leave out prompt_logprobs, or the"

@@ -16,6 +16,7 @@ from appliance.media.sizing import Canvas
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+TEXTS_ONLY = "this model reads texts only; leave the pictures out, or serve a model that takes them"
 _ID_BYTES = 8
 _ID_BITS = 62
 

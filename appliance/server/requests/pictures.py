@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
+from appliance.engine.nouns.picture import TEXTS_ONLY, CanvasPixels, PictureSpan, PromptPictures
 from appliance.errors import ChatTemplateError, ImageError, RequestError
 from appliance.media.spec import ImageDetail
 from appliance.server.http.errors import BodyTooLargeError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from appliance.media.sizing import Canvas
     from appliance.tokenizer import Tokenizer
 
-TEXTS_ONLY = "this model reads texts only; leave the pictures out, or serve a model that takes them"
 MOST_PICTURES = 64  # of a request
 _LINE = 57  # bytes of a line in base64, whose end takes two characters in JSON
 _DATA_URL = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
