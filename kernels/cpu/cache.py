@@ -247,3 +247,28 @@ def bytes_per_token(
 ) -> int:
     """Return the bytes of one token in one layer."""
     return num_kv_heads * page_bytes(library, format, head_dim) // PAGE_TOKENS
+
+
+class StepCache:
+    """A cache in float32 for steps that leave nothing: all layers share it, and it only grows.
+
+    Args:
+        kv_heads: number and width of a layer's key heads, the same in all layers.
+    """
+
+    def __init__(self, library: ctypes.CDLL, kv_heads: tuple[int, int]) -> None:
+        self._library, self._kv_heads = library, kv_heads
+        self._cache: NativeCache | None = None
+
+    def room_for(self, num_blocks: int) -> NativeCache:
+        """Return the cache, with so many blocks of `PAGE_TOKENS` at least."""
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._cache = None  # before the larger one is there
+            self._cache = NativeCache(
+                self._library,
+                KVFormat.FP32,
+                [self._kv_heads],
+                num_blocks=num_blocks,
+                block_size=PAGE_TOKENS,
+            )
+        return self._cache

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.kernels.cache.kv_format import KVFormat
-from appliance.kernels.cpu.cache import PAGE_TOKENS, NativeCache
+from appliance.kernels.cpu.cache import PAGE_TOKENS, StepCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.model.encoder.spec import EncoderSpec, HeadActivation, RankingSpec, encoder_slots
@@ -70,7 +69,10 @@ class NativeEncoder:
     arena: Arena
     head: RankingHead | NDArray[np.float32] | None
     weight_format: str
-    _cache: NativeCache | None = field(default=None, init=False)
+    _cache: StepCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cache = StepCache(self.engine.library, self.kv_heads)
 
     @property
     def ranking(self) -> RankingSpec | ScoreSpec | None:
@@ -111,7 +113,7 @@ class NativeEncoder:
             context_lens=lengths.ctypes.data,
             block_tables=table.ctypes.data,
         )
-        cache = self._room_for(int(blocks.sum()))
+        cache = self._cache.room_for(int(blocks.sum()))
         check(
             self.engine.library.ap_step(
                 self.engine.handle,
@@ -148,18 +150,6 @@ class NativeEncoder:
         if not isinstance(self.spec, EncoderSpec) or not self.spec.positions:
             return np.ascontiguousarray(texts.positions)
         return texts.types * self.spec.positions + self.spec.first_position + texts.positions
-
-    def _room_for(self, num_blocks: int) -> NativeCache:
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # before the larger one is there
-            self._cache = NativeCache(
-                self.engine.library,
-                KVFormat.FP32,
-                [self.kv_heads],
-                num_blocks=num_blocks,
-                block_size=PAGE_TOKENS,
-            )
-        return self._cache
 
 
 @dataclass(frozen=True, slots=True)

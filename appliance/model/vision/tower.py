@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.arena import Arena
-from appliance.kernels.cpu.cache import PAGE_TOKENS, NativeCache
+from appliance.kernels.cpu.cache import PAGE_TOKENS, StepCache
 from appliance.kernels.cpu.parts import LibraryLinear
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.rows.ragged import GivenRows, RaggedBatch
@@ -138,7 +137,12 @@ class NativeLayers:
     """
 
     decoder: NativeDecoder
-    _cache: NativeCache | None = field(default=None, init=False)
+    _cache: StepCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        mixer = next(iter(self.decoder.spec.attention_layers.values()))
+        heads = mixer.num_kv_heads, mixer.head_dim
+        self._cache = StepCache(self.decoder.engine.library, heads)
 
     def __call__(
         self, stream: Any, axes: NDArray[np.int64], lengths: Sequence[int], taps: Sequence[int]
@@ -149,7 +153,7 @@ class NativeLayers:
         firsts = np.cumsum(blocks, dtype=np.int32) - blocks
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         own = np.arange(count) - np.repeat(starts[:-1], counts)
-        cache = self._room_for(int(blocks.sum()))
+        cache = self._cache.room_for(int(blocks.sum()))
         of = arrays.of_numpy
         batch = RaggedBatch(
             query_start=of(starts),
@@ -178,19 +182,6 @@ class NativeLayers:
             recorded=tapped,
         )
         return hidden, tapped
-
-    def _room_for(self, num_blocks: int) -> NativeCache:
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # before the larger one is there
-            mixer = next(iter(self.decoder.spec.attention_layers.values()))
-            self._cache = NativeCache(
-                self.decoder.engine.library,
-                KVFormat.FP32,
-                [(mixer.num_kv_heads, mixer.head_dim)],
-                num_blocks=num_blocks,
-                block_size=PAGE_TOKENS,
-            )
-        return self._cache
 
 
 def load_native_tower(
