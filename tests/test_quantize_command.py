@@ -200,7 +200,7 @@ def interrupted(command: list[str], number: signal.Signals, code: int) -> RunFai
             process.send_signal(number)
             break
     output, errors = process.communicate(timeout=300)
-    assert process.returncode == code
+    assert process.returncode == code, errors
     (last,) = errors.splitlines()
     assert "finished parts are kept in" in last
     assert "Traceback" not in errors

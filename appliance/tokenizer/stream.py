@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,9 @@ class StopStringMatcher:
         self._fallbacks: list[list[int]] | None = None  # once a string may have begun
         self._matched = [0] * len(self._stop)  # characters of each that the text ends with
         self._openings = {string[0] for string in stop}
-        self._held = ""  # a suffix that could still become a stop string
+        self._held: deque[str] = deque()  # a suffix that could still become a stop string
+        self._begin = 0  # of that suffix in the first piece
+        self._length = 0  # of that suffix
         self.matched = ""  # the stop string found
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -77,24 +80,41 @@ class StopStringMatcher:
         """
         if self.matched:
             return "", True
-        if not self._held and self._openings.isdisjoint(text):
+        if not text or (not self._length and self._openings.isdisjoint(text)):
             return text, False  # the usual case
         if self._fallbacks is None:
             self._fallbacks = list(map(_fallbacks, self._stop))
-        before, text = len(self._held), self._held + text
-        for end in range(before, len(text)):
+        before = self._length
+        self._held.append(text)
+        self._length += len(text)
+        for end, character in enumerate(text, before + 1):
             for number, stop in enumerate(self._stop):
-                if self._advance(number, text[end]) == len(stop):
-                    self.matched, self._held = stop, ""
-                    return text[: end + 1 - len(stop)], True
-        shown = len(text) - max(self._matched)
-        self._held = text[shown:]
-        return text[:shown], False
+                if self._advance(number, character) == len(stop):
+                    self.matched = stop
+                    return self._take(end - len(stop)), True
+        return self._take(self._length - max(self._matched)), False
 
     def flush(self) -> str:
         """Return the held-back text at the end of the answer."""
-        held, self._held = self._held, ""
-        return held
+        return "" if self.matched else self._take(self._length)
+
+    def _take(self, count: int) -> str:
+        """Return the first characters of what is held, and hold them no longer.
+
+        What stays is not copied, however long it is.
+        """
+        self._length -= count
+        taken = []
+        while count:
+            piece = self._held[0]
+            end = min(self._begin + count, len(piece))
+            taken.append(piece[self._begin : end])
+            count -= end - self._begin
+            self._begin = end
+            if end == len(piece):
+                self._held.popleft()
+                self._begin = 0
+        return "".join(taken)
 
     def _advance(self, number: int, character: str) -> int:
         """Return how much of a stop string the text ends with after one more character."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.server.growth import bytes_of
 
 from appliance.tokenizer import StopStringMatcher
 
@@ -84,3 +85,13 @@ def test_text_behind_a_match_is_dropped(
     for piece in [*later, "x", stop[0]]:
         assert matcher.push(piece) == ("", True)
     assert (matcher.matched, matcher.flush()) == (found, "")
+
+
+def test_what_is_held_back_is_not_copied_for_each_piece() -> None:
+    """A copy of a long beginning for each token takes the square of the answer's length."""
+    matcher, half = StopStringMatcher(("a" * 200_000 + "b",)), "a" * 100_000
+    assert matcher.push(half) == ("", False)
+    assert bytes_of(lambda: matcher.push("a")) < 10_000
+    assert bytes_of(lambda: matcher.push(half)) < 10_000
+    assert bytes_of(lambda: matcher.push("a")) < 10_000, "one leaves, the rest stays"
+    assert matcher.flush() == "a" * 200_000
