@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from appliance.config import EngineConfig, load_section, warn_of_unknown_variables
+from appliance.dialects.turns import prepare
 from appliance.engine.load.load_engine import load_llm_engine
 from appliance.engine.nouns.request import AdapterRef, FinishReason, Request
 from appliance.engine.nouns.sampling_params import SamplingParams
@@ -21,12 +23,18 @@ from appliance.engine.run.adapters.adapter_names import AdapterRegistry
 from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
 from appliance.hub.found_model import find_model_of
 from appliance.hub.growth import ignore_progress
+from appliance.media.pictures import Pictures
 from appliance.model_files.sampling_defaults import choose_defaults
+from appliance.pictures import Attached, laid_out, of_image, of_url, read_pictures
 from appliance.text import ChoiceText, Likelihood, best, stop_pieces, vocabulary_of, with_logprobs
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from appliance.dialects.turns import Turn
     from appliance.engine.nouns.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.nouns.picture import PromptPictures
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -48,12 +56,24 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt; best first with `best_of` or beam search."""
+    """All answers to one prompt; best first with `best_of` or beam search.
+
+    Attributes:
+        prompt_token_ids: with an id of 0 for each row of a picture, which has no token.
+    """
 
     prompt: str
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+
+
+class _Prompt(NamedTuple):
+    """A prompt as the engine takes it, and its text without pictures."""
+
+    text: str
+    ids: list[int]
+    pictures: PromptPictures | None = None
 
 
 class LLM:
@@ -97,12 +117,17 @@ class LLM:
             config.generation_config, self.tokenizer.sampling, resolved.sampling
         )
         self.default_sampling = SamplingParams(**recommended.values)  # type: ignore[arg-type]
+        self._pictures = (
+            Pictures.of_model(resolved.path, config.image_tokens)
+            if self.engine.info.reads_pictures
+            else None
+        )
         self._next_id = 0
         self._has_vocabulary = False
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: str | Mapping[str, Any] | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | None = None,
@@ -111,34 +136,29 @@ class LLM:
         """Complete prompts, in the given order.
 
         Args:
-            prompts: one text, or a list of texts and lists of token ids.
+            prompts: one text, or a list of texts and lists of token ids. With pictures, a mapping
+                in vLLM's form: `{"prompt": "...<image>...", "multi_modal_data": {"image": ...}}`,
+                or with "prompt_token_ids"; the model's placeholder stands for each picture, and the
+                value is one or a list of PIL images, paths, bytes of files or data URLs.
             sampling_params: one for all, or one per prompt; None means `default_sampling`.
             adapter: name of an adapter from the options `lora` or `lora_dir`; None means the base
                 model.
             progress: show a bar on stderr with prompts done and tokens per second.
 
         Raises:
-            RequestError: a prompt exceeds the context, or the adapter is unknown; none was started.
+            RequestError: a prompt exceeds the context, a picture cannot be read, or the adapter is
+                unknown; none was started.
             EngineError: the engine could not finish a prompt.
         """
-        batch: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        batch = [prompts] if isinstance(prompts, str | Mapping) else prompts
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling = [sampling_params or self.default_sampling] * len(batch)
         else:
             sampling = list(sampling_params)
             if len(sampling) != len(batch):
                 raise ValueError(f"{len(batch)} prompts but {len(sampling)} sampling_params")
-        token_ids = [
-            self.tokenizer.encode(prompt, add_special_tokens=True)
-            if isinstance(prompt, str)
-            else list(prompt)
-            for prompt in batch
-        ]
-        texts = [
-            prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
-            for prompt, ids in zip(batch, token_ids, strict=True)
-        ]
-        return self._run(texts, token_ids, sampling, self._adapter(adapter), progress)
+        given = [self._prompt(prompt) for prompt in batch]
+        return self._run(given, sampling, self._adapter(adapter), progress)
 
     def chat(
         self,
@@ -151,7 +171,10 @@ class LLM:
         """Answer one conversation, or several, in the model's chat format.
 
         Args:
-            messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
+            messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists. A content may
+                be a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image":
+                ...}` with a PIL image, a path, a file's bytes or a data URL, or OpenAI's
+                `image_url` with a data URL.
             sampling_params: one for all; None means `default_sampling`.
             adapter: as in `generate`.
             progress: as in `generate`.
@@ -164,8 +187,40 @@ class LLM:
         self.tokenizer.isolate_template()  # the checkpoint's author is a stranger here too
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+        prompts = [self._chat_prompt(conversation) for conversation in conversations]
+        if sampling_params is None:
+            sampling_params = self.default_sampling
+        sampling = [sampling_params] * len(prompts)
+        return self._run(prompts, sampling, self._adapter(adapter), progress)
+
+    def close(self) -> None:
+        """End the processes that render chats and read pictures; the next of either starts one."""
+        self.tokenizer.close()
+        if self._pictures is not None:
+            self._pictures.close()
+
+    def _prompt(self, prompt: Any) -> _Prompt:
+        given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        content = given.get("prompt", given.get("prompt_token_ids"))
+        if content is None:
+            raise RequestError("a prompt that is a mapping needs prompt or prompt_token_ids")
+        if isinstance(content, str):
+            ids = self.tokenizer.encode(content, add_special_tokens=True)
+        else:
+            ids, content = list(content), self.tokenizer.decode(content)
+        images = given.get("multi_modal_data", {}).get("image", [])
+        images = images if isinstance(images, list | tuple) else [images]
+        parts = [_attached(image, "multi_modal_data").part for image in images]
+        _, pictures = read_pictures([{"role": "user", "content": parts}], self._pictures)
+        return _Prompt(content, *laid_out(ids, pictures, self._pictures, self.tokenizer))
+
+    def _chat_prompt(self, conversation: Sequence[Mapping[str, Any]]) -> _Prompt:
+        attached = [_turn(turn, place) for place, turn in enumerate(conversation)]
+        told, pictures = read_pictures(attached, self._pictures)
+        turns, _ = prepare(self.tokenizer.dialect, told, None)
+        ids = self.tokenizer.encode_chat(turns)
+        text = self.tokenizer.decode(ids)
+        return _Prompt(text, *laid_out(ids, pictures, self._pictures, self.tokenizer))
 
     def _adapter(self, name: str | None) -> AdapterRef | None:
         if name is None:
@@ -178,28 +233,28 @@ class LLM:
 
     def _run(
         self,
-        texts: list[str],
-        token_ids: list[list[int]],
+        prompts: list[_Prompt],
         sampling: list[SamplingParams],
         adapter: AdapterRef | None,
         progress: bool,
     ) -> list[RequestOutput]:
         runs: dict[str, _Run] = {}
         try:
-            for text, ids, params in zip(texts, token_ids, sampling, strict=True):
+            for prompt, params in zip(prompts, sampling, strict=True):
                 request = Request(
                     request_id=str(self._next_id),
-                    prompt_token_ids=tuple(ids),
+                    prompt_token_ids=tuple(prompt.ids),
                     sampling=with_logprobs(params),
                     stop_pieces=stop_pieces(self.tokenizer, params),
                     adapter=adapter,
+                    pictures=prompt.pictures,
                 )
                 self._next_id += 1
                 if params.grammar is not None and not self._has_vocabulary:
                     self.engine.set_vocabulary(vocabulary_of(self.tokenizer))
                     self._has_vocabulary = True
                 self.engine.submit(request)
-                runs[request.request_id] = _Run(self.tokenizer, request, text)
+                runs[request.request_id] = _Run(self.tokenizer, request, prompt.text)
             with _bar(len(runs), enabled=progress) as advance:
                 while self.engine.has_work:
                     for delta in self.engine.step().deltas:
@@ -222,6 +277,49 @@ class LLM:
         if any(stopped) and delta.finish_reason is None:
             self.engine.abort(delta.request_id, delta.index)
         advance(was_open > 0 and run.open == 0, len(delta.token_ids))
+
+
+def _turn(turn: Mapping[str, Any], place: int) -> Turn:
+    """Return a message with its pictures attached.
+
+    Raises:
+        RequestError: a part is of an unknown kind.
+    """
+    if not isinstance(turn["content"], list | tuple):
+        return dict(turn)
+    parts = []
+    for index, part in enumerate(turn["content"]):
+        where = f"messages[{place}].content[{index}]"
+        match part:
+            case {"type": "image", "image": image}:
+                parts.append(_attached(image, where).part)
+            case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
+                parts.append(of_url(url, where).part)
+            case {"type": "text", "text": str()}:
+                parts.append(dict(part))
+            case _:
+                raise RequestError(
+                    f"{where} is no part of a message; write text, image or image_url"
+                )
+    return {**turn, "content": parts}
+
+
+def _attached(image: Any, where: str) -> Attached:
+    """Take a picture that a script has: a PIL image, a path, a file's bytes or a data URL.
+
+    Raises:
+        RequestError: it is none of them, or there is no such file.
+    """
+    if isinstance(image, bytes):
+        return Attached(image, where)
+    if isinstance(image, str) and image.startswith("data:"):
+        return of_url(image, where)
+    if isinstance(image, str | Path):
+        try:
+            return Attached(Path(image).expanduser().read_bytes(), where)
+        except OSError as error:
+            raise RequestError(f"{where}: {image} cannot be read: {error.strerror}") from None
+    return of_image(image, where)
 
 
 class _Run:

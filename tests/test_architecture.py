@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.nouns.request", "model_files.checkpoint", "gguf", "kernels.weights",
     },
     "text": {"engine.nouns", "engine.grammars", "tokenizer"},
+    "pictures": {"engine.nouns", "tokenizer", "media", "dialects"},
     "log": set(),
     "gguf": {"kernels.arrays", "kernels.weights"},
     "grammar": set(),
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Beyond one machine, and the only room that knows Ray.
     "cluster": {"config", "engine", "hub", "log", "server"},
     "server": {
-        "engine", "config", "tokenizer", "text", "log", "progress.jobs",
+        "engine", "config", "tokenizer", "text", "pictures", "log", "progress.jobs",
         "model_files.sampling_defaults", "docs", "dialects", "grammar",
         "model_files.retrieval_recipe", "service", "kernels.gpu.cards", "media",
     },
@@ -103,7 +104,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.metrics.gpu", "server.http.listener", "tui.server", "model_files.checkpoint",
         "gguf", "tokenizer", "llm",
     },
-    "llm": {"engine", "tokenizer", "text", "config", "hub", "model_files.sampling_defaults"},
+    "llm": {
+        "engine", "tokenizer", "text", "pictures", "media", "dialects", "config", "hub",
+        "model_files.sampling_defaults",
+    },
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub",
         "monitoring", "model_files.sampling_defaults", "docs", "doctor", "connect", "chat", "bench",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from appliance.errors import ImageError, ImageTooLargeError
 from appliance.isolated_worker import Handler, Packet, WorkerEndedError, Workers
+from appliance.media.processor_config import read_image_processor
 from appliance.media.sizing import Canvas, SizeRule, TokenRange
 from appliance.media.spec import ImageDetail
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from appliance.media.spec import ImageProcessorSpec, PromptSegment
 
 MAX_BYTES = 32 << 20  # of a file
@@ -66,6 +69,21 @@ class Pictures:
             memory_bytes=MEMORY_BYTES,
             most=MOST_WORKERS,
         )
+
+    @classmethod
+    def of_model(cls, path: Path, image_tokens: str) -> Self | None:
+        """Make those of a model; None if its folder has no processor.
+
+        Args:
+            path: its folder.
+            image_tokens: the setting, see `TokenRange.of`.
+
+        Raises:
+            ConfigError: the model cannot keep them.
+            ModelError: the processor is unknown here.
+        """
+        spec = read_image_processor(path)
+        return None if spec is None else cls(spec, TokenRange.of(image_tokens))
 
     def read(self, data: bytes, detail: ImageDetail = ImageDetail.AUTO) -> Picture:
         """Decode a file's bytes and resize.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from appliance.errors import RequestError
+from appliance.pictures import content_of, of_base64
 from appliance.server.anthropic.schema import BlockSource, ContentBlock
-from appliance.server.requests.pictures import content_of, of_base64
 from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 

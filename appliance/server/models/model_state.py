@@ -268,8 +268,10 @@ class ModelState:
             self.engine.config.generation_config, tokenizer.sampling, found.sampling
         )
         if info.reads_pictures:
+            from appliance.media.pictures import Pictures
+
             self.pictures = await asyncio.to_thread(
-                _picture_reader, found.path, self.engine.config.image_tokens
+                Pictures.of_model, found.path, self.engine.config.image_tokens
             )
         self.tokenizer = tokenizer
         settle()
@@ -371,15 +373,6 @@ async def _in_daemon(find: Callable[[], ModelToServe]) -> ModelToServe:
 
     Thread(target=run, name="finds-model", daemon=True).start()
     return await asyncio.wrap_future(found)
-
-
-def _picture_reader(path: Path, image_tokens: str) -> Pictures | None:
-    from appliance.media.pictures import Pictures
-    from appliance.media.processor_config import read_image_processor
-    from appliance.media.sizing import TokenRange
-
-    spec = read_image_processor(path)
-    return None if spec is None else Pictures(spec, TokenRange.of(image_tokens))
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

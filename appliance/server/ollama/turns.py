@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.requests.pictures import content_of, of_base64
+from appliance.pictures import content_of, of_base64
 from appliance.server.requests.schema import LEAST_MULTIPLIER, NamedTool, SamplingFields
 from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting

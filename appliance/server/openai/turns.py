@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.requests.pictures import content_of, detail_of, of_url
+from appliance.pictures import content_of, detail_of, of_url
 from appliance.server.requests.schema import (
     ROLES,
     CalledFunction,

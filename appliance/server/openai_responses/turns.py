@@ -11,9 +11,9 @@ import msgspec
 
 from appliance.errors import RequestError
 from appliance.log import RepeatedWarningFilter
+from appliance.pictures import content_of, detail_of, of_url
 from appliance.server.openai_responses.built_in import BUILT_IN, CUSTOM, call_of, offer_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
-from appliance.server.requests.pictures import content_of, detail_of, of_url
 from appliance.server.requests.tools import MAX_NAME, Offer, Tools, allowed
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
+from appliance.pictures import attached_to, laid_out, read_pictures
+from appliance.server.http.errors import BodyTooLargeError
 from appliance.server.requests.conversation import thought_budget
-from appliance.server.requests.pictures import check_texts, laid_out, read_pictures
 from appliance.server.requests.pieces import Reading
 from appliance.server.requests.terms import salt_of
 from appliance.tokenizer import DecodeStream
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 MAX_PROMPTS = 64  # per request to /v1/completions
 _OFF_LOOP_CHARACTERS = 4096
 _TAIL = 16  # tokens at a prompt's end that may begin a thought
+_LINE = 57  # bytes of a line in base64, whose end takes two characters in JSON
 _MARKS = 64  # tokens of marks before a turn's text, at most
 
 
@@ -95,6 +97,24 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
 
     # Even a chat of short texts can have large tools or options.
     return await state.texts.run(encode, owner=owner, size=chat.size)
+
+
+def check_texts(turns: Sequence[Turn], size: int, most: int) -> None:
+    """Refuse a body that is larger than others may be by more than its pictures.
+
+    Args:
+        size: bytes of the body.
+        most: of one without pictures.
+
+    Raises:
+        RequestError: the rest of it is too large.
+    """
+    if size <= most:
+        return
+    pictures = sum(len(picture.data) for picture in attached_to(turns))
+    rest = size - pictures * 4 // 3 - 2 * pictures // _LINE
+    if rest > most:
+        raise BodyTooLargeError(f"the body must have at most {most} bytes beside its pictures")
 
 
 def _continued(turns: list[Turn], chat: Conversation) -> str | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from appliance.errors import ImageError, RequestError
+from appliance.pictures import of_base64, of_url
 from appliance.server.http.errors import BodyTooLargeError
-from appliance.server.requests.pictures import check_texts, of_base64, of_url
+from appliance.server.requests.prompt import check_texts
 
 DATA = bytes(range(256)) * 100
 

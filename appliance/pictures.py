@@ -1,13 +1,15 @@
 """Pictures in messages: found in what clients send, decoded, and laid out in the prompt.
 
-Templates write one placeholder for a picture. It becomes the words and rows that the model's image
-processor plans, among the prompt's ids, where no text of a message can imitate it.
+The server and offline use share it. Templates write one placeholder for a picture. It becomes the
+words and rows that the model's image processor plans, among the prompt's ids, where no text of a
+message can imitate it.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import io
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.nouns.picture import TEXTS_ONLY, CanvasPixels, PictureSpan, PromptPictures
 from appliance.errors import ChatTemplateError, ImageError, RequestError
 from appliance.media.spec import ImageDetail
-from appliance.server.http.errors import BodyTooLargeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from appliance.dialects.turns import Turn
     from appliance.media.pictures import Picture, Pictures
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 MOST_PICTURES = 64  # of a request
-_LINE = 57  # bytes of a line in base64, whose end takes two characters in JSON
+_ORIENTATION = 0x0112  # EXIF's tag
+_MODES_OF_PNG = ("1", "L", "LA", "P", "I;16", "RGB", "RGBA")
 _DATA_URL = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 
 
@@ -111,22 +113,30 @@ def of_base64(text: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> 
     return Attached(data, where, detail)
 
 
-def check_texts(turns: Sequence[Turn], size: int, most: int) -> None:
-    """Refuse a body that is larger than others may be by more than its pictures.
-
-    Args:
-        size: bytes of the body.
-        most: of one without pictures.
+def of_image(image: Any, where: str) -> Attached:
+    """Take a picture that Pillow has opened or made, without loss of what its mode holds.
 
     Raises:
-        RequestError: the rest of it is too large.
+        RequestError: it is none of Pillow's, or has 32 bits for each value.
     """
-    if size <= most:
-        return
-    pictures = sum(len(part["image"].data) for turn in turns for part in _images(turn))
-    rest = size - pictures * 4 // 3 - 2 * pictures // _LINE
-    if rest > most:
-        raise BodyTooLargeError(f"the body must have at most {most} bytes beside its pictures")
+    from PIL import Image
+
+    if not isinstance(image, Image.Image):
+        raise RequestError(
+            f"{where} is a {type(image).__name__}; give a PIL image, a path, a file's bytes or a"
+            " data URL"
+        )
+    if image.mode in ("I", "F"):
+        raise RequestError(f"{where} has 32 bits for each value; convert it to RGB")
+    upright = Image.Exif()
+    upright[_ORIENTATION] = image.getexif().get(_ORIENTATION, 1)
+    if image.mode in ("PA", "La", "RGBa"):
+        image = image.convert("RGBA")
+    elif image.mode not in _MODES_OF_PNG:
+        image = image.convert("RGB")
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1, exif=upright)
+    return Attached(file.getvalue(), where)
 
 
 def read_pictures(
@@ -141,7 +151,7 @@ def read_pictures(
         ImageError: one is damaged, or too large.
         RequestError: the model takes none, or there are too many.
     """
-    found = [part["image"] for turn in turns for part in _images(turn)]
+    found = attached_to(turns)
     if not found:
         return list(turns), []
     if reader is None:
@@ -168,10 +178,10 @@ def _read(one: Attached, reader: Pictures) -> Picture:
         raise type(error)(f"{one.where}: {error.message}", param=_param_of(one.where)) from error
 
 
-def _images(turn: Turn) -> Iterator[dict[str, Any]]:
-    content = turn["content"]
-    if isinstance(content, list):
-        yield from (part for part in content if part["type"] == "image")
+def attached_to(turns: Sequence[Turn]) -> list[Attached]:
+    """Return the pictures of messages, in order."""
+    lists = (turn["content"] for turn in turns if isinstance(turn["content"], list))
+    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
 
 
 def _told(content: Any) -> Any:
@@ -196,8 +206,9 @@ def laid_out(
     places = [place for place, one in enumerate(ids) if one == placeholder]
     if len(places) != len(pictures):
         raise ChatTemplateError(
-            f"the model's chat template wrote {len(places)} placeholders for {len(pictures)}"
-            " pictures; put pictures into messages of the user"
+            f"the prompt has {len(places)} placeholders {word} for {len(pictures)} pictures; write"
+            " one for each, or put pictures into messages of the user, where the model's chat"
+            " template writes them"
         )
     found: list[int] = []
     canvases: list[CanvasPixels] = []

@@ -1,0 +1,154 @@
+"""Pictures in scripts: every form that an image can have, and answers that are transformers'."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from support.models.picture_models import PICTURE_MODELS, write_picture_model
+from support.runs.fetched import pictures
+from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
+
+from appliance import LLM, SamplingParams
+from appliance.errors import ChatTemplateError, ImageError, RequestError
+from appliance.pictures import of_image
+
+SAMPLING = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+QUESTION = "What is this?"
+MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_picture_model("qwen3_vl", tmp_path_factory.mktemp("pictures") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    llm = LLM(str(folder), device="cpu", dtype="float32", kv_cache_dtype="fp32", threads=1)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def cat() -> Image.Image:
+    return Image.open(pictures() / "chelsea.png").convert("RGB").resize((150, 100))
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def part(image: Any) -> dict[str, Any]:
+    return {"type": "image", "image": image}
+
+
+def asked(llm: LLM, *parts: dict[str, Any]) -> list[int]:
+    content = [*parts, {"type": "text", "text": QUESTION}]
+    (answer,) = llm.chat([{"role": "user", "content": content}], SAMPLING, progress=False)
+    return answer.outputs[0].token_ids
+
+
+def by_transformers(folder: Path, *images: Image.Image) -> list[int]:
+    """The answer to the images and the question, in the form of the model's template."""
+    settings = {**PICTURE_MODELS["qwen3_vl"].processor}
+    settings.pop("image_processor_type")
+    made = Qwen2VLImageProcessorPil(**settings)(images=[*images], return_tensors="pt")
+    rows = [int(grid.prod()) // 4 for grid in made["image_grid_thw"]]
+    marks = "".join(MARKS.replace("<|image_pad|>", "<|image_pad|>" * one) for one in rows)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = f"<|im_start|>user {marks}{QUESTION}<|im_end|><|im_start|>"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    types = (ids == model.config.image_token_id).int()
+    found = model.generate(
+        ids, **made, mm_token_type_ids=types, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    answer: list[int] = found[0, ids.shape[1] :].tolist()
+    return answer
+
+
+def test_images_of_pillow_are_answered_as_transformers_answers(
+    llm: LLM, folder: Path, cat: Image.Image
+) -> None:
+    dog = cat.rotate(90, expand=True)
+    assert asked(llm, part(cat)) == by_transformers(folder, cat)
+    assert asked(llm, part(dog), part(cat)) == by_transformers(folder, dog, cat)
+
+
+def test_every_form_of_a_picture_is_the_same_picture(
+    llm: LLM, cat: Image.Image, tmp_path: Path
+) -> None:
+    said = asked(llm, part(cat))
+    data = file_of(cat)
+    path = tmp_path / "cat.png"
+    path.write_bytes(data)
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    for form in (data, path, str(path), url):
+        assert asked(llm, part(form)) == said
+    assert asked(llm, {"type": "image_url", "image_url": {"url": url}}) == said
+    prompt = f"<|im_start|>user {MARKS}{QUESTION}<|im_end|><|im_start|>"
+    given: dict[str, Any] = {"prompt": prompt, "multi_modal_data": {"image": cat}}
+    answers = llm.generate([given, "no picture"], SAMPLING, progress=False)
+    assert answers[0].outputs[0].token_ids == said
+    assert answers[0].prompt == prompt
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=True)
+    given = {"prompt_token_ids": ids, "multi_modal_data": {"image": [cat]}}
+    (answer,) = llm.generate([given], SAMPLING, progress=False)
+    assert answer.outputs[0].token_ids == said
+    rows = len(answer.prompt_token_ids) - len(ids) + 1
+    assert answer.prompt_token_ids.count(0) == rows > 1
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "PA"])
+def test_an_image_of_any_mode_keeps_what_it_shows(llm: LLM, cat: Image.Image, mode: str) -> None:
+    image = cat.convert(mode)
+    assert asked(llm, part(image)) == asked(llm, part(image.convert("RGB")))
+
+
+def test_an_image_is_upright_and_what_is_transparent_is_white(llm: LLM, cat: Image.Image) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # its top is at the right
+    turned = Image.open(io.BytesIO(file_of(cat, "PNG", exif=exif)))
+    assert asked(llm, part(turned)) == asked(llm, part(cat.rotate(-90, expand=True)))
+    clear = cat.copy()
+    clear.putalpha(0)
+    assert asked(llm, part(clear)) == asked(llm, part(Image.new("RGB", cat.size, "white")))
+
+
+def test_what_is_no_picture_is_refused_by_its_place(llm: LLM, cat: Image.Image) -> None:
+    with pytest.raises(
+        RequestError, match=r"messages\[0\].content\[0\] is a int; give a PIL image"
+    ):
+        asked(llm, part(3))
+    with pytest.raises(RequestError, match=r"content\[0\]: /none.png cannot be read: No such"):
+        asked(llm, part("/none.png"))
+    with pytest.raises(RequestError, match="32 bits for each value"):
+        asked(llm, part(cat.convert("F")))
+    with pytest.raises(ImageError, match=r"messages\[0\].content\[0\]: these bytes are no image"):
+        asked(llm, part(b"nothing"))
+    with pytest.raises(RequestError, match=r"content\[0\] is no part of a message"):
+        asked(llm, {"type": "video", "video": "x"})
+    given = {"prompt": "where?", "multi_modal_data": {"image": cat}}
+    with pytest.raises(ChatTemplateError, match=r"0 placeholders <\|image_pad\|> for 1 pictures"):
+        llm.generate([given], progress=False)
+    with pytest.raises(RequestError, match="needs prompt or prompt_token_ids"):
+        llm.generate([{"text": "x"}], progress=False)
+    assert not llm.engine.has_work
+
+
+def test_sixteen_bits_of_grey_are_cut_to_eight() -> None:
+    from appliance.media.decode import decode
+
+    image = Image.new("I;16", (4, 4), 0x1234)
+    assert decode(of_image(image, "x").data).getpixel((0, 0)) == (0x12,) * 3
