@@ -1,11 +1,14 @@
-"""A conversation: system prompt, turns and sampling; builds the next request."""
+"""A conversation: system prompt, turns, pictures and sampling; builds the next request."""
 
 from __future__ import annotations
 
+import base64
 import json
-from dataclasses import dataclass, field
+import re
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from appliance.errors import ConfigError
 from appliance.files import replace_atomically
@@ -24,12 +27,81 @@ SAMPLING: dict[str, type[int] | type[float]] = {
 }
 
 
+_KINDS = {"jpg": "jpeg", "tif": "tiff"}  # of an image's media type, where the suffix is another
+_SUFFIXES = (*_KINDS, "png", "jpeg", "webp", "gif", "bmp", "tiff", "avif")
+# A path as terminals write it for a dropped file: quoted, or with a backslash before blanks.
+_DROPPED = re.compile(
+    r"""(?<!\S)('(file://|[/~])[^']*'|"(file://|[/~])[^"]*"|(file://|[/~])(\\.|\S)*)"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A picture that goes with a question.
+
+    Attributes:
+        url: a data URL with the file's bytes.
+    """
+
+    name: str
+    url: str
+
+    @classmethod
+    def of_file(cls, path: Path) -> Attachment:
+        """Read a picture's file.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        suffix = path.suffix.lower().removeprefix(".")
+        kind = _KINDS.get(suffix, suffix or "png")
+        return cls(path.name, f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
+
+
+def path_of(text: str) -> Path:
+    """Return the path that a text names, which may be a file: URL."""
+    if text.startswith("file://"):
+        text = unquote(text.removeprefix("file://"))
+    return Path(text).expanduser()
+
+
+def without_dropped(words: str) -> tuple[str, list[Path]]:
+    """Return a question without the paths of pictures that were dropped into it, and these."""
+    found: list[Path] = []
+
+    def keep(match: re.Match[str]) -> str:
+        text = match.group()
+        path = path_of(text[1:-1] if text[0] in "'\"" else re.sub(r"\\(.)", r"\1", text))
+        if path.suffix.lower().removeprefix(".") not in _SUFFIXES or not path.is_file():
+            return text
+        found.append(path)
+        return ""
+
+    rest = _DROPPED.sub(keep, words)
+    return " ".join(rest.split()) if found else words, found
+
+
 @dataclass(slots=True)
 class Turn:
-    """A question and its answer, which the user may have stopped early."""
+    """A question, and its answer, which the user may have stopped early."""
 
     question: str
     answer: str = ""
+    pictures: tuple[Attachment, ...] = ()
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The question as a message's content, pictures first."""
+        if not self.pictures:
+            return self.question
+        return [
+            *({"type": "image_url", "image_url": {"url": one.url}} for one in self.pictures),
+            {"type": "text", "text": self.question},
+        ]
 
 
 @dataclass(slots=True)
@@ -46,13 +118,15 @@ class Dialogue:
     sampling: dict[str, float] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
 
-    def body(self, question: str) -> dict[str, Any]:
-        """Return a streaming request for the question, with all turns so far."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+    def body(self, asked: Turn) -> dict[str, Any]:
+        """Return a streaming request for a turn's question, with all turns so far."""
+        said: list[dict[str, Any]] = []
+        if self.system:
+            said.append({"role": "system", "content": self.system})
         for turn in self.turns:
-            said.append({"role": "user", "content": turn.question})
+            said.append({"role": "user", "content": turn.content})
             said.append({"role": "assistant", "content": turn.answer})
-        said.append({"role": "user", "content": question})
+        said.append({"role": "user", "content": asked.content})
         return {
             "model": self.model,
             "messages": said,
@@ -83,7 +157,7 @@ class Dialogue:
         Raises:
             ConfigError: writing failed.
         """
-        turns = [{"question": turn.question, "answer": turn.answer} for turn in self.turns]
+        turns = list(map(asdict, self.turns))
         text = json.dumps({"system": self.system, "turns": turns}, indent=2, ensure_ascii=False)
         try:
             with replace_atomically(path) as temporary:
@@ -100,10 +174,16 @@ class Dialogue:
         """
         try:
             found = json.loads(path.read_text())
-            turns = [Turn(str(one["question"]), str(one["answer"])) for one in found["turns"]]
+            turns = [_turn(one) for one in found["turns"]]
             system = str(found["system"])
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path} holds no conversation that /save wrote") from None
         self.system, self.turns = system, turns
+
+
+def _turn(saved: dict[str, Any]) -> Turn:
+    pictures = saved.get("pictures", ())
+    attached = tuple(Attachment(str(one["name"]), str(one["url"])) for one in pictures)
+    return Turn(str(saved["question"]), str(saved["answer"]), attached)

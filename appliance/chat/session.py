@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.chat.answer import ChatAnswer, NoAnswerError, fetch_answer
-from appliance.chat.dialogue import SAMPLING, Turn
+from appliance.chat.dialogue import SAMPLING, Attachment, Turn, path_of, without_dropped
 from appliance.chat.screen import ChatScreen
 from appliance.config.setting import nearest
 from appliance.errors import ApplianceError, ConfigError
@@ -32,6 +33,7 @@ class ChatSession:
         context_length: the model's; None if unknown.
         where: description of the model and its place.
         shows_stats: show the speed after each answer.
+        attached: pictures that go with the next question.
     """
 
     source: AnswerSource
@@ -41,15 +43,23 @@ class ChatSession:
     where: str = ""
     screen: ChatScreen = field(default_factory=ChatScreen)
     shows_stats: bool = True
+    attached: list[Attachment] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """Ask a question and show the answer; Ctrl-C stops it and keeps the received part.
+        """Ask a question, with the attached pictures, and show the answer.
+
+        Ctrl-C stops it and keeps the received part.
 
         Raises:
-            NoAnswerError: there is no answer; drops the question from the conversation.
+            NoAnswerError: there is no answer; drops the question and its pictures.
         """
+        turn = Turn(question, pictures=tuple(self.attached))
+        self.attached.clear()
+        self._ask(turn)
+
+    def _ask(self, turn: Turn) -> None:
         answer = ChatAnswer()
-        body = self.conversation.body(question)
+        body = self.conversation.body(turn)
         try:
             asyncio.run(_until_ctrl_c(fetch_answer(self.source, body, answer, self.screen.piece)))
         except asyncio.CancelledError:
@@ -57,7 +67,7 @@ class ChatSession:
             self.screen.note("stopped")
         finally:
             self.screen.end()
-        self.conversation.turns.append(Turn(question, answer.text))
+        self.conversation.turns.append(replace(turn, answer=answer.text))
         if self.shows_stats and (words := answer.in_words(self.context_length)):
             self.screen.note(words)
 
@@ -65,11 +75,7 @@ class ChatSession:
         """Read questions and commands until the user leaves."""
         while True:
             try:
-                words = line.read()
-                if words.startswith("/"):
-                    self.screen.note(follow(self, words))
-                elif words:
-                    self.ask(words)
+                self._take(line.read())
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -79,6 +85,27 @@ class ChatSession:
                 self.screen.note("the question was not kept; /undo and /clear make prompts shorter")
             except ApplianceError as error:
                 self.screen.note(f"error: {error}")
+
+    def attach(self, paths: Iterable[Path]) -> str:
+        """Send pictures with the next question; return a note on them.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        self.attached += [Attachment.of_file(path) for path in paths]
+        names = ", ".join(one.name for one in self.attached)
+        return f"with the next question: {names or 'no picture'}"
+
+    def _take(self, words: str) -> None:
+        """Follow a command, attach dropped pictures, or ask."""
+        if words.partition(" ")[0] not in ORDERS:
+            words, dropped = without_dropped(words)
+            if dropped:
+                self.screen.note(self.attach(dropped))
+        if words.startswith("/"):
+            self.screen.note(follow(self, words))
+        elif words:
+            self.ask(words)
 
 
 async def _until_ctrl_c(answer: Coroutine[None, None, None]) -> None:
@@ -126,7 +153,8 @@ def _help(session: ChatSession, argument: str) -> str:
     lines = [f"{f'{word} {one.argument}':22}{one.help}" for word, one in ORDERS.items()]
     keys = [
         'A line with """ alone begins a text of several lines, another ends it; a line that ends',
-        "with \\ goes on, too. Ctrl-C stops an answer, Ctrl-D leaves.",
+        "with \\ goes on, too. A picture's file can be dropped into a question. Ctrl-C stops an",
+        "answer, Ctrl-D leaves.",
     ]
     return "\n".join([*lines, "", *keys])
 
@@ -140,6 +168,7 @@ def _system(session: ChatSession, argument: str) -> str:
 
 def _clear(session: ChatSession, argument: str) -> str:
     session.conversation.turns.clear()
+    session.attached.clear()
     return "the conversation begins anew"
 
 
@@ -155,11 +184,23 @@ def _retry(session: ChatSession, argument: str) -> str:
         return "there is nothing to ask again"
     turn = session.conversation.turns.pop()
     try:
-        session.ask(turn.question)
+        session._ask(turn)
     except NoAnswerError:
         session.conversation.turns.append(turn)
         raise
     return ""
+
+
+def _image(session: ChatSession, argument: str) -> str:
+    if argument == "none":
+        session.attached.clear()
+        return session.attach(())
+    if path_of(argument).is_file():
+        return session.attach([path_of(argument)])
+    try:
+        return session.attach(map(path_of, shlex.split(argument)))
+    except ValueError as error:  # a quotation mark without its pair
+        raise ConfigError(f"{argument} cannot be read: {error}") from None
 
 
 def _set(session: ChatSession, argument: str) -> str:
@@ -208,6 +249,7 @@ def _path(argument: str) -> Path:
 ORDERS = {
     "/help": Order("", "this list", _help),
     "/system": Order("TEXT", "set the system prompt, or show it; none removes it", _system),
+    "/image": Order("FILE", "send a picture with the next question; none takes it back", _image),
     "/set": Order("NAME VALUE", "set a field of sampling; without a value, its default", _set),
     "/model": Order("NAME", "ask another model of the server, or list them", _model),
     "/retry": Order("", "ask the last question again", _retry),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,6 @@ from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from appliance.chat.session import ChatSession
 
@@ -37,6 +37,10 @@ def chat(
     here: Annotated[
         bool, typer.Option("--here", help="Run the model here, whether or not a server runs.")
     ] = False,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="A picture that goes with the first question; may be repeated."),
+    ] = None,
     history: Annotated[
         bool, typer.Option("--history/--no-history", help="Keep questions for the arrow keys.")
     ] = True,
@@ -62,7 +66,10 @@ def chat(
         if session is None:
             session = ending.enter_context(_with_own_model(model, config))
         session.conversation.system = system
+        noted = session.attach(image or ())
         if question is None:
+            if image:
+                session.screen.note(noted)
             _talk(session, keep_history=history)
         else:
             session.shows_stats = False

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from appliance.chat.answer import ChatAnswer
-from appliance.chat.dialogue import Dialogue, Turn
+from appliance.chat.dialogue import Attachment, Dialogue, Turn, without_dropped
 from appliance.errors import ConfigError
 
 
 def test_a_request_holds_all_that_was_said() -> None:
     talk = Dialogue("m", "Be brief.", {"top_k": 3}, [Turn("a", "b")])
-    body = talk.body("c")
+    body = talk.body(Turn("c"))
     assert [(one["role"], one["content"]) for one in body["messages"]] == [
         ("system", "Be brief."),
         ("user", "a"),
@@ -20,7 +20,52 @@ def test_a_request_holds_all_that_was_said() -> None:
         ("user", "c"),
     ]
     assert (body["model"], body["top_k"], body["stream"]) == ("m", 3, True)
-    assert Dialogue("m").body("c")["messages"] == [{"role": "user", "content": "c"}]
+    assert Dialogue("m").body(Turn("c"))["messages"] == [{"role": "user", "content": "c"}]
+
+
+def test_pictures_stay_with_their_question_and_come_before_it(tmp_path: Path) -> None:
+    (tmp_path / "a.JPG").write_bytes(b"abc")
+    picture = Attachment.of_file(tmp_path / "a.JPG")
+    assert picture.url == "data:image/jpeg;base64,YWJj"
+    talk = Dialogue("m", turns=[Turn("what?", "a cat", (picture,))])
+    asked, _, more = talk.body(Turn("why?"))["messages"]
+    assert asked["content"] == [
+        {"type": "image_url", "image_url": {"url": picture.url}},
+        {"type": "text", "text": "what?"},
+    ]
+    assert more["content"] == "why?"
+    talk.save(tmp_path / "talk.json")
+    other = Dialogue("m")
+    other.load(tmp_path / "talk.json")
+    assert other.turns == talk.turns
+    with pytest.raises(ConfigError, match="No such file"):
+        Attachment.of_file(tmp_path / "b.png")
+
+
+def test_files_that_are_dropped_into_a_question_are_found(tmp_path: Path) -> None:
+    """As terminals write a dropped file: quoted, escaped, or as a URL."""
+    folder = tmp_path / "my pictures"
+    folder.mkdir()
+    for name in ("cat.png", "it's.webp", "notes.txt"):
+        (folder / name).write_bytes(b"x")
+    cat, other = folder / "cat.png", folder / "it's.webp"
+    escaped = str(cat).replace(" ", "\\ ")
+    for written in (
+        f"'{cat}'",
+        f'"{cat}"',
+        escaped,
+        f"file://{folder}/cat.png".replace(" ", "%20"),
+    ):
+        assert without_dropped(f"what is {written} here?") == ("what is here?", [cat])
+        assert without_dropped(written) == ("", [cat])
+    assert without_dropped(f'{escaped} or "{other}" ?') == ("or ?", [cat, other])
+    for words in (
+        f"'{folder}/notes.txt' says",
+        "/none/cat.png is  not there",
+        f"a{escaped}",
+        "what/cat.png",
+    ):
+        assert without_dropped(words) == (words, [])
 
 
 def test_sampling_is_a_number_of_its_type_or_the_servers() -> None:

@@ -100,7 +100,7 @@ async def test_thoughts_are_dim_and_not_for_pipes(
 async def stopped(running: Running, answer: ChatAnswer) -> None:
     """Cancel an answer once its first piece has arrived, as Ctrl-C does."""
     came = asyncio.Event()
-    body = Dialogue("echo").body("ab" * 100)
+    body = Dialogue("echo").body(Turn("ab" * 100))
     source = ServerSource(Server.at(running.url, None))
     asking = asyncio.create_task(
         fetch_answer(source, body, answer, lambda text, is_thought: came.set())

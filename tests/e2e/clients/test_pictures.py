@@ -6,9 +6,13 @@ import base64
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import anthropic
 import httpx
@@ -20,7 +24,15 @@ from support.models.picture_models import PICTURE_MODELS, write_picture_model
 from support.runs.fetched import pictures
 from support.runs.waiting import LIMIT
 
+from appliance.chat.answer import ServerSource
+from appliance.chat.dialogue import Dialogue
+from appliance.chat.screen import ChatScreen
+from appliance.chat.session import ChatSession
+from appliance.tui.server import Server as Address
 from tests.e2e.conftest import Server
+
+if TYPE_CHECKING:
+    from appliance.chat.question_line import QuestionLine
 
 TOKENS = 12
 QUESTION = "What is this?"
@@ -182,6 +194,31 @@ def test_all_protocols_show_the_model_the_same(clients: Clients) -> None:
     assert "vision" in (clients.ollama.show("tiny").capabilities or ())
     told = clients.openai.models.retrieve("tiny").model_extra or {}
     assert told["architecture"]["input_modalities"] == ["text", "image"]
+
+
+def test_the_chat_shows_the_model_the_same(clients: Clients, tmp_path: Path) -> None:
+    file, data = tmp_path / "a cup.png", png("coffee.png")
+    file.write_bytes(data)
+    lines = iter((f"/image {file}", QUESTION, f"'{file}'", f"'{file}' {QUESTION}"))
+    line = SimpleNamespace(read=lambda: next(lines, "/exit"))
+    out = io.StringIO()
+    session = ChatSession(
+        ServerSource(Address.at(clients.url, None)),
+        Dialogue("tiny", sampling={"temperature": 0, "max_tokens": TOKENS}),
+        ("tiny",),
+        2048,
+        screen=ChatScreen(out, False),
+    )
+    session.talk(cast("QuestionLine", line))
+    assert "with the next question: a cup.png, a cup.png" in out.getvalue()
+    first, second = session.conversation.turns
+    assert (first.answer, len(first.pictures), len(second.pictures)) == (
+        by_chat(clients, data).text, 1, 2,
+    )  # fmt: skip
+    command = ["chat", "--url", clients.url, "--image", str(file), QUESTION]
+    main = [sys.executable, "-m", "appliance", *command]
+    asked = subprocess.run(main, capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert asked.stdout.strip()
 
 
 def test_another_picture_of_the_same_size_is_another_prompt(clients: Clients) -> None:

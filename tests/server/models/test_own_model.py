@@ -12,7 +12,7 @@ import pytest
 from support.echo.echo_engine import ECHO
 
 from appliance.chat.answer import ChatAnswer, NoAnswerError, fetch_answer
-from appliance.chat.dialogue import Dialogue
+from appliance.chat.dialogue import Dialogue, Turn
 from appliance.config import EngineConfig
 from appliance.errors import MemoryPlanError, ModelError
 from appliance.server.own_model import OwnModel
@@ -31,7 +31,9 @@ def children() -> set[psutil.Process]:
 
 async def ask(own: OwnModel, question: str, **sampling: float) -> ChatAnswer:
     answer = ChatAnswer()
-    await fetch_answer(own, Dialogue("echo", "", sampling).body(question), answer, lambda *_: None)
+    await fetch_answer(
+        own, Dialogue("echo", "", sampling).body(Turn(question)), answer, lambda *_: None
+    )
     return answer
 
 
@@ -60,7 +62,7 @@ def test_an_answer_that_is_stopped_makes_room_for_the_next(
 ) -> None:
     async def stop(own: OwnModel) -> None:
         came = asyncio.Event()
-        body = Dialogue("echo").body("ab" * 100)
+        body = Dialogue("echo").body(Turn("ab" * 100))
         asking = asyncio.create_task(
             fetch_answer(own, body, ChatAnswer(), lambda *_: came.set()), name="asking"
         )
