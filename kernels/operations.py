@@ -283,6 +283,7 @@ class PagedAttention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        sees: Tensor | None = None,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim), dtype of query
         """Attend; see `attention.reference` for the arguments."""
         ...

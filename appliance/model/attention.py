@@ -85,6 +85,7 @@ class Attention:
             window=spec.window,
             softcap=spec.softcap,
             sinks=self.sinks,
+            sees=step.batch.sees if spec.sees_picture else None,
         )
         if gates is not None:
             attended = backend.gate_heads(attended, gates)

@@ -321,6 +321,7 @@ def batch_struct(
         addends=None if given is None or given.addends is None else given.addends.data_ptr(),
         num_addends=0 if given is None else given.num_addends,
         axes=None if batch.axes is None else batch.axes.data_ptr(),
+        sees=None if batch.sees is None else batch.sees.data_ptr(),
     )
 
 

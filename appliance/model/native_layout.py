@@ -210,6 +210,7 @@ def _attention(
         keys_are_values=spec.keys_are_values and spec.kv_layer is None,
         head_norms=HeadNormsCode[spec.head_norms.name],
         looks_ahead=spec.looks_ahead,
+        sees_picture=spec.sees_picture,
     )
 
 

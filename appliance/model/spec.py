@@ -130,6 +130,7 @@ class AttentionSpec:
     keys_are_values: bool = False  # values are the keys before norm and RoPE
     kv_layer: int | None = None  # layer whose keys and values it reads; None: its own
     looks_ahead: bool = False  # a query reads as many following positions; only without a cache
+    sees_picture: bool = False  # a picture's row reads all rows of its picture in the window
 
     @property
     def row_floats(self) -> int:

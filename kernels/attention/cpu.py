@@ -39,6 +39,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sees: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to its own sequence; see `reference.paged_attention`.
 
@@ -53,6 +54,8 @@ def paged_attention(
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: (num_heads,), a score for each head that has no value.
+        sees: (num_tokens,) int32, the leading tokens that each row sees; None is those up to its
+            own.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -60,7 +63,14 @@ def paged_attention(
     assert isinstance(work, CpuAttentionWork)
     if not isinstance(cache, KVBlocks):  # only GPUs have kernels for pages
         return reference.paged_attention(
-            query, cache, work.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+            query,
+            cache,
+            work.batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            sees=sees,
         )
     out = query.new_empty(query.shape)
     if cache.format.is_quantized:
@@ -68,7 +78,7 @@ def paged_attention(
     else:
         query = query.to(torch.promote_types(query.dtype, cache.keys.dtype))
     decodes = single_rows(work.batch)
-    layout = work.layout(window)
+    layout = work.layout(window, sees)
     for group in layout.groups:
         if group.rows is None:
             out[:decodes] = _decode(query[:decodes], cache, group, scale, softcap, sinks)

@@ -46,20 +46,29 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionWork:
-    """Layouts that a step's layers share; the first layer that needs one builds it."""
+    """Layouts that a step's layers share; the first layer that needs one builds it.
+
+    Attributes:
+        layouts: by window, and whether rows see more than the tokens up to their own.
+    """
 
     batch: RaggedBatch
     block_size: int
-    layouts: dict[int | None, Layout] = field(default_factory=dict)
+    layouts: dict[tuple[int | None, bool], Layout] = field(default_factory=dict)
 
-    def layout(self, window: int | None) -> Layout:
-        """The step's rows, for layers with this window."""
-        if window not in self.layouts:
-            self.layouts[window] = Layout(
+    def layout(self, window: int | None, sees: Tensor | None = None) -> Layout:
+        """The step's rows, for layers with this window.
+
+        Args:
+            sees: (num_tokens,) int32, leading tokens that each row sees, the same for all layers.
+        """
+        key = window, sees is not None
+        if key not in self.layouts:
+            self.layouts[key] = Layout(
                 groups=_decode_groups(self.batch, self.block_size, window),
-                chunks=_prefill_chunks(self.batch, self.block_size, window),
+                chunks=_prefill_chunks(self.batch, self.block_size, window, sees),
             )
-        return self.layouts[window]
+        return self.layouts[key]
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> CpuAttentionWork:
@@ -102,7 +111,7 @@ def _decode_groups(
 
 
 def _prefill_chunks(
-    batch: RaggedBatch, block_size: int, window: int | None
+    batch: RaggedBatch, block_size: int, window: int | None, sees: Tensor | None
 ) -> tuple[PrefillChunk, ...]:
     chunks = []
     row = single_rows(batch)
@@ -113,12 +122,13 @@ def _prefill_chunks(
         begin = context - rows  # position of the chunk's first row
         key = torch.arange(_first_key(begin, window), context).unsqueeze(0)
         position = torch.arange(begin, context).unsqueeze(1)
+        last = None if sees is None else sees[row : row + rows].unsqueeze(1) - 1
         chunks.append(
             PrefillChunk(
                 start=row,
                 stop=row + rows,
                 slots=_slots(batch.block_tables[i : i + 1], key, block_size).flatten(),
-                mask=_mask(key, position, window),
+                mask=_mask(key, position, window, last),
             )
         )
         row += rows
@@ -131,9 +141,13 @@ def _slots(tables: Tensor, key: Tensor, block_size: int) -> Tensor:
     return blocks * block_size + key % block_size
 
 
-def _mask(key: Tensor, position: Tensor, window: int | None) -> Tensor:
-    """Return a float32 mask (rows, keys): 0 where the row at a position sees a key, else -inf."""
-    hidden = key > position
+def _mask(key: Tensor, position: Tensor, window: int | None, last: Tensor | None = None) -> Tensor:
+    """Return a float32 mask (rows, keys): 0 where the row at a position sees a key, else -inf.
+
+    Args:
+        last: (rows, 1), the last key that a row sees; None is its own.
+    """
+    hidden = key > (position if last is None else last)
     if window is not None:
         hidden |= key <= position - window
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -163,6 +163,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sees: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to its own sequence, causally; see `reference.paged_attention`.
 
@@ -180,6 +181,7 @@ def paged_attention(
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: (num_heads,) float32, a score for each head that has no value.
+        sees: must be None: no kernel lets a row see tokens after its own.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -190,6 +192,7 @@ def paged_attention(
     assert isinstance(work, AttentionWork)
     assert isinstance(cache, KVPages | SealedBlocks)
     assert scale > 0, scale
+    assert sees is None, "refused when the model is opened"
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = cache.num_kv_heads
     assert head_dim == cache.head_dim, (head_dim, cache.head_dim)

@@ -30,8 +30,9 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sees: Tensor | None = None,
 ) -> Tensor:
-    """Attend from every row to its own sequence, causally.
+    """Attend from every row to its own sequence, causally unless `sees` says more.
 
     Query head h reads KV head h // (num_heads / num_kv_heads). All arithmetic is float32, or
     float64 if the query is float64.
@@ -44,6 +45,9 @@ def paged_attention(
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: (num_heads,), for each head a score that counts in the softmax but has no value.
+        sees: (num_tokens,) int32, the leading tokens that each row sees; see `RaggedBatch`. A
+            window counts back from the row itself. None is those up to its own. Not with a sealed
+            cache.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -60,6 +64,7 @@ def paged_attention(
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
         if isinstance(cache, SealedBlocks):
             assert work.sealed is not None
+            assert sees is None
             opened, closed_len = work.sealed.host_open_tables[i], work.sealed.host_lens[i]
             k, v = cache.gather(table, opened, closed_len, context, dtype)
         else:
@@ -70,7 +75,8 @@ def paged_attention(
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = visible(context - rows, rows, context, window, device=query.device)
+        last = None if sees is None else sees[row : row + rows] - 1
+        seen = visible(context - rows, rows, context, window, last, device=query.device)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
             sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, rows, 1)
@@ -82,10 +88,20 @@ def paged_attention(
 
 
 def visible(
-    first: int, rows: int, context: int, window: int | None, *, device: torch.device
+    first: int,
+    rows: int,
+    context: int,
+    window: int | None,
+    last: Tensor | None = None,
+    *,
+    device: torch.device,
 ) -> Tensor:
-    """Return the keys that rows first .. first + rows - 1 see: (rows, context) bool."""
+    """Return the keys that rows first .. first + rows - 1 see: (rows, context) bool.
+
+    Args:
+        last: (rows,), the last key that each sees; None is its own.
+    """
     position = torch.arange(first, first + rows, device=device).unsqueeze(1)
     key = torch.arange(context, device=device)
-    seen = key <= position
+    seen = key <= (position if last is None else last.unsqueeze(1))
     return seen if window is None else seen & (key > position - window)

@@ -106,6 +106,7 @@ class BatchStruct(Structure):
         ("num_addends", c_int32),
         ("reserved", c_int32),
         ("axes", c_void_p),
+        ("sees", c_void_p),
     )
 
 

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 25  # AP_ABI
+ABI = 26  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -159,6 +159,8 @@ class AttentionStruct(Structure):
         ("keys_are_values", c_int32),
         ("looks_ahead", c_int32),
         ("head_norms", c_int32),
+        ("sees_picture", c_int32),
+        ("reserved", c_int32),
     )
 
 

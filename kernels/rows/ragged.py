@@ -117,6 +117,10 @@ class RaggedBatch:
     # (3, num_tokens) int64, the positions in time, height and width that rows are rotated by, of
     # models with `RopeSpec.sections`; None: each row's position is all three.
     axes: Tensor | None = None
+    # (num_tokens,) int32, the leading tokens of its sequence that each row attends to in layers
+    # whose rows see all of their picture; never fewer than for the row before. None: those up to
+    # its own.
+    sees: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -111,6 +111,7 @@ class AttentionWatch:
             window: int | None = None,
             softcap: float | None = None,
             sinks: Tensor | None = None,
+            sees: Tensor | None = None,
         ) -> Tensor:
             batch = work.batch if isinstance(work, CpuAttentionWork) else work
             assert isinstance(batch, RaggedBatch)
@@ -122,7 +123,14 @@ class AttentionWatch:
                 self.keys.append(keys)
                 self.values.append(values)
             return attend(
-                query, cache, work, scale=scale, window=window, softcap=softcap, sinks=sinks
+                query,
+                cache,
+                work,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                sees=sees,
             )
 
         return replace(backend, paged_attention=watched)

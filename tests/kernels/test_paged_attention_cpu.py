@@ -113,21 +113,33 @@ class World:
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sees: Tensor | None = None,
     ) -> Tensor:
         work = cpu.plan_attention(self.batch(spans, num_decodes), BLOCK_SIZE)
         scale = self.shape.head_dim**-0.5
         return cpu.paged_attention(
-            self.query(spans), self.cache, work, scale=scale, window=window, softcap=softcap
+            self.query(spans),
+            self.cache,
+            work,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sees=sees,
         )
 
     def expected(
-        self, spans: dict[int, Span], *, window: int | None = None, softcap: float | None = None
+        self,
+        spans: dict[int, Span],
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sees: Tensor | None = None,
     ) -> Tensor:
         """The reference's result in float64; decode rows make no difference to it."""
         work = reference.plan_attention(self.batch(spans, 0), BLOCK_SIZE)
         query, scale = self.query(spans).double(), self.shape.head_dim**-0.5
         return reference.paged_attention(
-            query, self.cache, work, scale=scale, window=window, softcap=softcap
+            query, self.cache, work, scale=scale, window=window, softcap=softcap, sees=sees
         )
 
     @staticmethod
@@ -229,3 +241,23 @@ def test_any_ragged_batch_matches_the_reference(
     world = World([stop for _, stop in spans.values()], Shape(2, 2, 64), FP32)
     result = world.attend(spans, len(decodes), window=window)
     assert relative_error(result, world.expected(spans, window=window)) < FP32.bound
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("precision", [FP32, INT8], ids=str)
+def test_rows_of_a_picture_see_all_of_it(precision: Precision, window: int | None) -> None:
+    world = World([40, 70, 50], SMOLLM, precision)
+    spans = {0: (39, 40), 1: (20, 70), 2: (0, 50)}
+    pictures = {1: range(24, 60), 2: range(3, 8)}
+    seen = []
+    for i, (start, stop) in spans.items():
+        own = torch.arange(start, stop, dtype=torch.int32) + 1
+        if i in pictures:
+            own[pictures[i].start - start : pictures[i].stop - start] = pictures[i].stop
+        seen.append(own)
+    sees = torch.cat(seen)
+    expected = world.expected(spans, window=window, sees=sees)
+    found = world.attend(spans, 1, window=window, sees=sees)
+    assert relative_error(found, expected) < precision.bound
+    assert relative_error(world.expected(spans, window=window), expected) > 0.1
+    assert relative_error(world.attend(spans, 1, window=window), expected) > 0.1  # of another step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,12 +32,18 @@ PADDING = 0  # the token that stands where there is none
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A whole model, and how its rope takes three positions."""
+    """A whole model, how its rope takes three positions, and what a picture's rows see.
+
+    Attributes:
+        ahead: the class's module whose masks let a picture's rows see all of it; "" for none.
+    """
 
     kind: str
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
     addends: int = 0
+    ahead: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -45,6 +51,12 @@ CASES = {
     "token_inputs": Case("gemma4"),
     "blocked": Case("qwen2_5_vl", (2, 3, 3)),
     "interleaved": Case("qwen3_vl", (3, 3, 2), interleaved=True, addends=2),
+    "ahead": Case("gemma3", ahead="gemma3"),
+    "ahead in windows": Case(
+        "gemma4",
+        ahead="gemma4",
+        settings={"use_bidirectional_attention": "vision", "sliding_window": 7},
+    ),
 }
 
 
@@ -65,6 +77,7 @@ class Prompt:
     token_ids: list[int]
     given: GivenRows  # of all rows
     axes: torch.Tensor | None
+    sees: torch.Tensor | None
 
     @classmethod
     def of(cls, case: Case, hidden_size: int) -> Prompt:
@@ -81,10 +94,14 @@ class Prompt:
         if case.addends:
             addends = torch.randn(case.addends, count, hidden_size, generator=generator)
         given = GivenRows(sources, embeddings, addends)
-        return cls(ids, given, rope_axes() if case.sections else None)
+        sees = torch.arange(1, LENGTH + 1, dtype=torch.int32)
+        sees[PICTURE.start : PICTURE.stop] = PICTURE.stop
+        return cls(ids, given, rope_axes() if case.sections else None, sees if case.ahead else None)
 
 
-def with_sections(source: ModelSource, case: Case) -> ModelSource:
+def beside_pictures(source: ModelSource, case: Case) -> ModelSource:
+    """Return a decoder that rotates and sees a picture's rows as the case says."""
+
     def turned(rope: RopeSpec) -> RopeSpec:
         return replace(rope, sections=case.sections, interleaved=case.interleaved)
 
@@ -92,7 +109,8 @@ def with_sections(source: ModelSource, case: Case) -> ModelSource:
     for layer in source.spec.layers:
         mixer = layer.mixer
         if isinstance(mixer, AttentionSpec):
-            mixer = replace(mixer, rope=turned(mixer.rope))
+            sees = bool(case.ahead) and (case.ahead == "gemma3" or mixer.window is not None)
+            mixer = replace(mixer, rope=turned(mixer.rope), sees_picture=sees)
         layers.append(replace(layer, mixer=mixer))
     return replace(source, spec=replace(source.spec, layers=tuple(layers)))
 
@@ -107,7 +125,8 @@ def logits_of(decoder: Any, prompt: Prompt, chunks: Sequence[int]) -> torch.Tens
         given = replace(prompt.given, sources=prompt.given.sources[start:end].contiguous())
         axes = None if prompt.axes is None else prompt.axes[:, start:end].contiguous()
         ids = torch.tensor(prompt.token_ids[start:end])
-        batch = replace(batch, given=given, axes=axes)
+        sees = None if prompt.sees is None else prompt.sees[start:end].contiguous()
+        batch = replace(batch, given=given, axes=axes, sees=sees)
         found.append(decoder.forward(ids, torch.arange(start, end), batch, cache))
         start = end
     return torch.cat(found)
@@ -129,9 +148,30 @@ def wanted_logits(model: Any, case: Case, prompt: Prompt) -> torch.Tensor:
             more["deepstack_visual_embeds"] = list(prompt.given.addends[:, rows])
         if case.kind == "gemma4":
             more["per_layer_inputs"] = text.get_per_layer_inputs(ids.unsqueeze(0), None)
+        if case.ahead:
+            more["attention_mask"] = masks(case, text.config, embeddings.unsqueeze(0))
         hidden = text(inputs_embeds=embeddings.unsqueeze(0), use_cache=False, **more)
         logits: torch.Tensor = model.lm_head(hidden.last_hidden_state)[0]
     return logits
+
+
+def masks(case: Case, config: Any, embeddings: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the masks of layers by type, as the class around the text model makes them."""
+    from transformers.models.gemma3 import modeling_gemma3
+    from transformers.models.gemma4 import modeling_gemma4
+
+    module = {"gemma3": modeling_gemma3, "gemma4": modeling_gemma4}[case.ahead]
+    types = torch.zeros(1, LENGTH, dtype=torch.long)
+    types[0, PICTURE.start : PICTURE.stop] = 1
+    found: dict[str, torch.Tensor] = module.create_masks_for_vision_model(
+        config=config,
+        inputs_embeds=embeddings,
+        attention_mask=None,
+        cache=None,
+        position_ids=None,
+        block_sequence_ids=module.get_block_sequence_ids_for_mask(types, embeddings.device),
+    )
+    return found
 
 
 LOADERS: dict[str, Callable[[ModelSource], Any]] = {
@@ -147,20 +187,24 @@ def test_given_rows_are_those_that_transformers_reads(
     name: str, loader: str, save: Callable[[Any], Path]
 ) -> None:
     case = CASES[name]
-    settings = dict(WHOLES[case.kind])
+    settings = WHOLES[case.kind] | case.settings
     if case.sections:
         settings["rope_parameters"] = settings["rope_parameters"] | {
             "mrope_section": list(case.sections)
         }
     model = whole_model(case.kind, settings)
-    source = with_sections(open_model(save(model)), case)
+    source = beside_pictures(open_model(save(model)), case)
     prompt = Prompt.of(case, source.spec.hidden_size)
     decoder = LOADERS[loader](source)
     wanted = wanted_logits(model, case, prompt)
     found = logits_of(decoder, prompt, [LENGTH])
     assert wanted.std() > 0.5  # the logits vary
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-    for cut in (PICTURE.start, PICTURE.start + 5, PICTURE.stop):  # before, in and after it
+    if case.ahead:
+        blind = logits_of(decoder, replace(prompt, sees=None), [LENGTH])
+        assert (blind - wanted).abs().max() > 0.1  # what lies ahead shows
+    inside = () if case.ahead else (PICTURE.start + 5,)
+    for cut in (PICTURE.start, *inside, PICTURE.stop):  # before, in and after it
         pieces = logits_of(decoder, prompt, [cut, LENGTH - cut])
         torch.testing.assert_close(pieces, wanted, atol=1e-4, rtol=0)
 
@@ -168,7 +212,7 @@ def test_given_rows_are_those_that_transformers_reads(
 @pytest.mark.parametrize("fault", ["source", "addends", "no embeddings"])
 def test_rows_given_from_nowhere_are_refused(fault: str, save: Callable[[Any], Path]) -> None:
     case = CASES["interleaved"]
-    source = with_sections(open_model(save(whole_model(case.kind, WHOLES[case.kind]))), case)
+    source = beside_pictures(open_model(save(whole_model(case.kind, WHOLES[case.kind]))), case)
     prompt = Prompt.of(case, source.spec.hidden_size)
     given = prompt.given
     assert given.addends is not None
@@ -178,3 +222,18 @@ def test_rows_given_from_nowhere_are_refused(fault: str, save: Callable[[Any], P
     given = GivenRows(sources, embeddings, given.addends[:1].expand(count, -1, -1).contiguous())
     with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
         logits_of(LOADERS["native"](source), replace(prompt, given=given), [LENGTH])
+
+
+@pytest.mark.parametrize("fault", ["own", "order", "beyond"])
+def test_sights_that_no_prompt_has_are_refused(fault: str, save: Callable[[Any], Path]) -> None:
+    case = CASES["ahead"]
+    source = beside_pictures(open_model(save(whole_model(case.kind, WHOLES[case.kind]))), case)
+    prompt = Prompt.of(case, source.spec.hidden_size)
+    assert prompt.sees is not None
+    sees = prompt.sees.clone()
+    row, seen = {"own": (3, 3), "order": (PICTURE.start + 1, PICTURE.stop - 1), "beyond": (39, 41)}[
+        fault
+    ]
+    sees[row] = seen
+    with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
+        logits_of(LOADERS["native"](source), replace(prompt, sees=sees), [LENGTH])

@@ -122,8 +122,10 @@ def without_cache(backend: Backend, looks_ahead: bool) -> Backend:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        sees: Tensor | None = None,
     ) -> Tensor:
         assert sinks is None, "refused when it was opened"
+        assert sees is None, "its own pictures have no rows of texts"
         kept, batch = cast("StepKeys", cache), cast("RaggedBatch", work)
         before = None if window is None else window - 1
         after = before if looks_ahead else 0

@@ -11,7 +11,7 @@
 #pragma GCC visibility push(default)
 
 #define AP_AXES 3 /* time, height and width */
-#define AP_ABI 25 /* changes with every change of a struct or a signature below */
+#define AP_ABI 26 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -111,6 +111,8 @@ typedef struct {
     int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv has no values */
     int32_t looks_ahead; /* 1: a query sees as many positions after its own, too; not if sealed */
     int32_t head_norms;  /* ap_head_norms */
+    int32_t sees_picture; /* 1: a row sees as many tokens as ap_batch.sees says */
+    int32_t reserved;
 } ap_attention;
 
 #include "mixers.h"
@@ -301,6 +303,9 @@ typedef struct {
     int32_t reserved;
     const int64_t *axes; /* (3, num_tokens), positions in time, height and width; NULL: each row's
                           * position is all three */
+    const int32_t *sees; /* (num_tokens,), leading tokens of its sequence that a row sees in layers
+                          * with sees_picture, never fewer than for the row before; NULL: those up
+                          * to its own. Not with open_blocks */
 } ap_batch;
 
 /* The sampling parameters of each row, arrays of num_rows. */

@@ -52,6 +52,7 @@ static visible_tokens seen_by(const ap_attention *a, const ap_batch *batch, int3
     int32_t last = batch->context_lens[seq] - tokens + row / group + 1;
     int32_t first = a->window && last > a->window ? last - a->window : 0;
     if (a->chunk) first = (last - 1) / a->chunk * a->chunk;
+    if (a->sees_picture && batch->sees) last = batch->sees[batch->query_start[seq] + row / group];
     if (!a->looks_ahead) return (visible_tokens){first, last};
     int32_t end = batch->context_lens[seq], ahead = last + a->window - 1;
     return (visible_tokens){first, a->window && ahead < end ? ahead : end};

@@ -113,6 +113,22 @@ static bool embeddings_fit(const ap_model *model, const ap_batch *batch) {
     return true;
 }
 
+/* True if the rows of each sequence see tokens that it has, and none fewer than the row before. */
+static bool sights_fit(const ap_batch *batch) {
+    if (!batch->sees) return true;
+    if (batch->open_blocks) return false;
+    for (int32_t i = 0; i < batch->num_seqs; i++) {
+        int32_t start = batch->query_start[i], end = batch->query_start[i + 1];
+        int32_t seen = 0, own = batch->context_lens[i] - (end - start);
+        for (int32_t row = start; row < end; row++) {
+            if (batch->sees[row] < seen || batch->sees[row] <= own++) return false;
+            seen = batch->sees[row];
+        }
+        if (seen > batch->context_lens[i]) return false;
+    }
+    return true;
+}
+
 /* True if a step's rows and the tokens that they see lie in existing blocks. */
 static bool places_fit(const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
@@ -135,7 +151,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= tokens) return AP_BAD_ARGUMENT;
         if (!position_fits(model, batch->positions[i])) return AP_BAD_ARGUMENT;
     }
-    if (!places_fit(cache, batch)) return AP_BAD_ARGUMENT;
+    if (!places_fit(cache, batch) || !sights_fit(batch)) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; i < model->num_layers; i++) {
         const ap_layer *layer = &model->layers[i];
         if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;
