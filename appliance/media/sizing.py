@@ -175,6 +175,11 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True):
     height: int
     width: int
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of every picture."""
+        return (self.height // self.cell) * (self.width // self.cell)
+
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         return (Canvas(((self.height, self.width),)),)
 
@@ -184,7 +189,7 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True):
         Raises:
             ConfigError: its number of rows is outside of the range.
         """
-        rows = (self.height // self.cell) * (self.width // self.cell)
+        rows = self.most_rows
         if not tokens.least <= rows <= tokens.below(rows):
             raise _impossible(tokens, [rows])
         return self
@@ -201,6 +206,11 @@ class BudgetRule(msgspec.Struct, frozen=True, tag=True):
     cell: int
     budget: int
     budgets: tuple[int, ...] = (70, 140, 280, 560, 1120)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest picture."""
+        return self.budget
 
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         """Plan one canvas; a long strip gets one row or column of cells.

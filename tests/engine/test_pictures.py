@@ -38,6 +38,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
     "qwen3_5": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 56, "width": 56},
+    },
 }
 
 
@@ -108,6 +112,8 @@ def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]
     more = served.case.pixels(grids)
     prompt = torch.tensor([ids])
     types = (prompt == IMAGE).int()
+    if served.case.kind == "gemma3":
+        more["token_type_ids"] = types
     if served.case.kind.startswith("qwen"):
         more["mm_token_type_ids"] = types
     served.model.generation_config.eos_token_id = None  # no token ends an answer here

@@ -110,8 +110,10 @@ def load_llm_engine(
     device = device or execution.step_device(threads)
     draft = open_draft(config, source, execution)
     check_speculation(config, execution, device)
-    pictures, why_none = open_pictures(config, source)
+    pictures, why_none = open_pictures(config, source, execution.precision)
     notes += why_none
+    if pictures is not None:
+        config = pictures.with_room(config)
     execution = execution.started(source)
     memory = plan_model(
         config, source, execution, device, draft, pictures, admission or Admission()
@@ -138,7 +140,8 @@ def load_llm_engine(
         tune_at_start(config.tune, executor, config.max_num_batched_tokens, kv_format, on_progress)
     adapters = AdapterLoader.of(config, source, executor)
     kept = None if draft is None else draft.hidden_rows(executor)
-    parts = RunnerParts.of(config, execution, executor, device, memory)
+    spare_rows = 0 if pictures is None else pictures.spare_rows
+    parts = RunnerParts.of(config, execution, executor, device, memory, spare_rows)
     encoded = None if queue is None else queue.encoded
     loaded = load_runner(
         parts, memory, eos_token_ids, rates, matchers, adapters, kept, encoded, on_progress

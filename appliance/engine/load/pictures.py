@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.engine.run.encoded_pictures import EncodedPictures
 from appliance.engine.run.picture_encoder import PictureEncoder
 from appliance.engine.run.picture_queue import PictureQueue
@@ -13,14 +15,16 @@ from appliance.errors import ModelError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.media.processor_config import read_image_processor
-from appliance.media.sizing import TokenRange
+from appliance.media.sizing import BudgetRule, FixedRule, TokenRange
 from appliance.model.vision.source import open_tower
+from appliance.model.vision.spec import SeesAhead
 from appliance.model.vision.tower import load_native_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.devices import Precision
     from appliance.engine.load.execution.execution import Execution
     from appliance.engine.memory.plan import MemoryRequest
     from appliance.engine.run.device import Device
@@ -36,10 +40,26 @@ _MOST_PATCHES = 4096  # of a picture that the plan has room for
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """A model's processor and tower, opened and checked."""
+    """A model's processor and tower, opened and checked.
+
+    Attributes:
+        uncut_rows: of the largest picture, where a step must have all rows of a picture because
+            they see each other; 0 where it may have some.
+    """
 
     processor: ImageProcessorSpec
     tower: TowerSource
+    uncut_rows: int = 0
+
+    @property
+    def spare_rows(self) -> int:
+        """Rows of a step beyond those planned, for the rest of a picture."""
+        return max(0, self.uncut_rows - 1)
+
+    def with_room(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings with room in a step for the rest of a picture."""
+        most = config.max_num_batched_tokens + self.spare_rows
+        return msgspec.structs.replace(config, max_num_batched_tokens=most)
 
     def num_bytes(self, element_bytes: int) -> int:
         """Estimate the bytes of the tower's weights, of its largest step, and of rows kept.
@@ -72,7 +92,9 @@ class PictureSource:
         """
         tower = self._tower(execution, device, threads, on_progress)
         encoder = PictureEncoder(tower, self.processor)
-        encoded = EncodedPictures(encoder, device, limit_bytes=KEPT_BYTES)
+        encoded = EncodedPictures(
+            encoder, device, limit_bytes=KEPT_BYTES, sees_ahead=self.uncut_rows > 0
+        )
         return PictureQueue(encoder, encoded, beside_steps=not device.is_asynchronous)
 
     def _tower(
@@ -94,9 +116,12 @@ class PictureSource:
 
 
 def open_pictures(
-    config: EngineConfig, source: ModelSource
+    config: EngineConfig, source: ModelSource, precision: Precision
 ) -> tuple[PictureSource | None, tuple[str, ...]]:
     """Open processor and tower of a model.
+
+    Args:
+        precision: of the model as it is executed.
 
     Returns:
         None if the model has none, or one that cannot be run, with notes on why.
@@ -119,19 +144,35 @@ def open_pictures(
             f"{path.name} has neither preprocessor_config.json nor processor_config.json; fetch the"
             " model again"
         )
-    if (why := _why_not(config, source, tower)) is not None:
+    if (why := _why_not(config, source)) is not None:
         return None, _texts_alone(why)
-    return PictureSource(processor, tower), ()
+    if tower.spec.rows_see_ahead is SeesAhead.NOWHERE:
+        return PictureSource(processor, tower), ()
+    if (why := _why_blind(precision)) is not None:
+        return None, _texts_alone(f"rows of a picture see each other in this model, {why}")
+    rule = processor.size_rule
+    assert isinstance(rule, FixedRule | BudgetRule), "of a family whose rows see each other"
+    return PictureSource(processor, tower, rule.most_rows), ()
 
 
-def _why_not(config: EngineConfig, source: ModelSource, tower: TowerSource) -> str | None:
+def _why_not(config: EngineConfig, source: ModelSource) -> str | None:
     """Say why a model's pictures cannot be read though its tower can be run."""
     if config.is_divided:
         return "ranks divide this model, and only a process alone reads them"
     if source.fallback is not None:
         return f"transformers' modules run the text of {source.path.name}"
-    if tower.spec.rows_see_ahead:
-        return "rows of a picture see each other in this model, which is not computed here"
+    return None
+
+
+def _why_blind(precision: Precision) -> str | None:
+    """Say why rows of pictures cannot see each other."""
+    if precision.device.type == "cuda":
+        return "for which GPUs have no kernel; --device cpu reads them"
+    if any(layer.format.is_sealed for layer in precision.kv_layers):
+        return (
+            f"and a cache in {precision.kv_in_words()} seals each block before the next; take"
+            " --kv-cache-dtype int8"
+        )
     return None
 
 

@@ -74,17 +74,20 @@ class RunnerParts:
         executor: Executor[Any],
         device: Device,
         memory: ModelMemory,
+        spare_rows: int = 0,
     ) -> RunnerParts:
         """Limit the steps of a model by settings and planned context.
 
         Args:
             device: this process's, which ranks of torch watch others by.
+            spare_rows: see `SchedulerLimits`.
         """
         limits = SchedulerLimits(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             memory.plan.context_length,
             verifies=config.speculate != "off",
+            spare_rows=spare_rows,
         )
         most = max(limits.sample_rows, limits.max_num_seqs + PROMPTS)
         ranked = executor if isinstance(executor, RankedDecoder) else None

@@ -36,6 +36,13 @@ class SchedulerLimits:
     max_num_batched_tokens: int  # rows of one step
     context_length: int  # tokens of one sequence, prompt and answer
     verifies: bool = True  # sequences may have several rows that sample, to verify drafts
+    # Of a step's rows, those for the rest of a picture that no step may cut; 0: steps may.
+    spare_rows: int = 0
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows of a step, unless a picture needs the spare ones."""
+        return self.max_num_batched_tokens - self.spare_rows
 
     @property
     def sample_rows(self) -> int:
@@ -44,7 +51,7 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs > 0
-        assert self.max_num_batched_tokens > 0
+        assert 0 <= self.spare_rows < self.max_num_batched_tokens
         assert self.context_length > 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Sequences
 
-    from appliance.engine.nouns.picture import CanvasPixels
+    from torch import Tensor
+
+    from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
     from appliance.engine.nouns.plan import ScheduledSequence
     from appliance.engine.nouns.request import Request
     from appliance.engine.run.device import Device
@@ -26,6 +28,7 @@ class EncodedPictures:
 
     Args:
         encode: runs the tower.
+        sees_ahead: rows of a picture see those that follow them.
     """
 
     def __init__(
@@ -34,10 +37,12 @@ class EncodedPictures:
         device: Device,
         *,
         limit_bytes: int,
+        sees_ahead: bool = False,
     ) -> None:
         self._encode = encode
         self._device = device
         self._limit_bytes = limit_bytes
+        self._sees_ahead = sees_ahead
         self._rows: OrderedDict[bytes, PictureRows] = OrderedDict()
         self._users: dict[str, frozenset[bytes]] = {}
         self.num_bytes = 0
@@ -84,8 +89,9 @@ class EncodedPictures:
         places: list[tuple[int, range, int]] = []  # first row, rows and their first embedding
         row, count = 0, 0
         for entry in scheduled:
-            for rows, canvas, first in _of_entry(entry):
-                found = self._of(canvas)
+            for rows, span, pictures in _of_entry(entry):
+                found = self._of(pictures.canvases[span.canvas])
+                first = span.first + rows.start - span.start
                 parts.append(found.between(first, first + len(rows)))
                 places.append((row + rows.start - entry.start, rows, count))
                 count += len(rows)
@@ -102,16 +108,34 @@ class EncodedPictures:
             arrays.cat(addends, dim=1) if addends else None,
         )
 
+    def sees(self, scheduled: Sequences[ScheduledSequence]) -> Tensor | None:
+        """Return the leading tokens that each row of a step sees, see `RaggedBatch`.
+
+        None if no row sees more than those up to its own.
+        """
+        if not self._sees_ahead:
+            return None
+        seen = [np.arange(entry.start, entry.end, dtype=np.int32) + 1 for entry in scheduled]
+        sees_more = False
+        for own, entry in zip(seen, scheduled, strict=True):
+            for rows, span, _ in _of_entry(entry):
+                assert rows.stop == span.stop, "a step cuts a picture"
+                own[rows.start - entry.start : rows.stop - entry.start] = span.stop
+                sees_more = True
+        return self._device.send(np.concatenate(seen)) if sees_more else None
+
     def _of(self, canvas: CanvasPixels) -> PictureRows:
         if canvas.key not in self._rows:  # dropped before a sequence that gave way starts again
             self.put(canvas.key, self._encode(canvas))
         return self._rows[canvas.key]
 
 
-def _of_entry(entry: ScheduledSequence) -> Iterable[tuple[range, Any, int]]:
-    """Yield an entry's rows of pictures, as places in the prompt, with their canvas and cell."""
+def _of_entry(
+    entry: ScheduledSequence,
+) -> Iterable[tuple[range, PictureSpan, PromptPictures]]:
+    """Yield an entry's rows of pictures, as places in the prompt, with the span of each."""
     pictures = entry.sequence.request.pictures
     if pictures is None:
         return
     for rows, span in pictures.within(entry.start, entry.start + entry.num_own):
-        yield rows, pictures.canvases[span.canvas], span.first + rows.start - span.start
+        yield rows, span, pictures

@@ -193,6 +193,7 @@ class Geometry:
         block_tables: Tensor,
         adapters: AdapterSlots | None = None,
         given: GivenRows | None = None,
+        sees: Tensor | None = None,
     ) -> RaggedBatch:
         """Combine it with the step's tensors on the device, and the executor's adapters."""
         return RaggedBatch(
@@ -213,6 +214,7 @@ class Geometry:
             prompts_from=self.prompts_from,
             given=given,
             axes=None if tensors.axes is None else tensors.axes.view(3, -1),
+            sees=sees,
         )
 
     def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:

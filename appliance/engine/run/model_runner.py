@@ -189,6 +189,7 @@ class ModelRunner(Generic[AnyCache]):
         reading = PromptReading.of(plan)
         may_adapt = self._adapters is not None
         given = None if self._pictures is None else self._pictures.given(plan.scheduled)
+        sees = None if self._pictures is None else self._pictures.sees(plan.scheduled)
         graphed = self.graphed if reading is None and given is None else None
         size = None if graphed is None else graphed.size_of(plan)
         spare = None if graphed is None else graphed.spare
@@ -208,7 +209,7 @@ class ModelRunner(Generic[AnyCache]):
         if graphed is None or size is None:
             token_ids = self._staging.token_ids(shape)
             rows = tensors.sample_rows
-            batch = geometry.ragged(tensors, tensors.block_tables, self._adapters, given)
+            batch = geometry.ragged(tensors, tensors.block_tables, self._adapters, given, sees)
             step = (token_ids, tensors.positions, batch, self.cache)
             if reading is None and self._kept is None:
                 logits = self.executor.forward(*step, rows)

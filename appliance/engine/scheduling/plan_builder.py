@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from appliance.engine.nouns.moves import StateMoves
 from appliance.engine.nouns.plan import Plan, ScheduledSequence
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.policy import choose_victim, chunk_end, gets_checkpoint, is_answer
+from appliance.engine.scheduling.policy import (
+    choose_victim,
+    chunk_end,
+    gets_checkpoint,
+    is_answer,
+    uncut,
+)
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
@@ -148,6 +154,20 @@ def rows_of_step(state: State, sequence: Sequence, start: int, num_left: int) ->
     return chunk_end(sequence, start, start + num_left, state.blocks.block_size) - start
 
 
+def fitted_rows(state: State, sequence: Sequence, first: int, num_rows: int) -> int:
+    """Return the number of next rows that cut no picture where none may be; see `policy.uncut`.
+
+    Args:
+        first: rows that it gets in this step already.
+        num_rows: wanted behind them; none if it is not positive.
+    """
+    if num_rows <= 0 or not state.bounds.limits.spare_rows:
+        return max(0, num_rows)
+    own = state.in_flight.entries.get(sequence)
+    start = (own[0].end if own else sequence.num_computed) + first
+    return uncut(sequence, start, start + num_rows) - start
+
+
 def extend(
     state: State,
     builder: PlanBuilder,
@@ -160,7 +180,7 @@ def extend(
     Without a victim it keeps its blocks and waits for the next step. Drafts preempt nobody: without
     free blocks for them, the sequence runs without.
     """
-    num_tokens = min(num_left, builder.budget)
+    num_tokens = fitted_rows(state, sequence, 0, min(num_left, builder.budget))
     if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
         return
     if drafts and _extend_by_drafts(state, builder, sequence, num_tokens, drafts):

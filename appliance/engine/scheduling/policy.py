@@ -220,6 +220,19 @@ def _is_bound(sequence: Sequence, beneficiary: Sequence, in_flight: Collection[S
     return len(unit) > 1 and any(one is beneficiary or one in in_flight for one in unit)
 
 
+def uncut(sequence: Sequence, start: int, end: int) -> int:
+    """Return an end of the rows [start, end) that lies inside no picture.
+
+    Rows of a picture that see each other run in one step. One that would be cut waits for the next
+    step if there are rows before it, else all of it runs, also beyond `end`.
+    """
+    pictures = sequence.request.pictures
+    for span in () if pictures is None else pictures.spans:
+        if span.start < end < span.stop:
+            return span.start if span.start > start else span.stop
+    return end
+
+
 def chunk_end(sequence: Sequence, start: int, end: int, block_size: int) -> int:
     """Return the end of the rows [start, end), cut at the first checkpoint.
 

@@ -200,7 +200,7 @@ class Scheduler:
         """
         state = self.state
         state.blocks.metadata.begin_step(now)
-        builder = PlanBuilder(state.bounds.limits.max_num_batched_tokens, now)
+        builder = PlanBuilder(state.bounds.limits.planned_rows, now)
         state.wake(now)
         decodes, prompts = wanted_rows(state)
         state.in_flight.starved = None
@@ -312,7 +312,7 @@ class Scheduler:
         """Return the number of drafts for which a step has room; a row is left for each prompt."""
         limits = self.state.bounds.limits
         return min(
-            limits.max_num_batched_tokens - sum([rows for _, rows in decodes]) - len(prompts),
+            limits.planned_rows - sum([rows for _, rows in decodes]) - len(prompts),
             limits.sample_rows - len(decodes),
         )
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.sequence import SequenceStatus
-from appliance.engine.scheduling.plan_builder import extend, rows_of_step
+from appliance.engine.scheduling.plan_builder import extend, fitted_rows, rows_of_step
 from appliance.engine.scheduling.policy import (
     MAX_STALLS,
     TURNS,
@@ -48,6 +49,7 @@ def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequenc
         rows,
         _demands_of(prompts, lanes, state.accounts),
         lambda lane, beside: _start(state, builder, lane, beside),
+        partial(fitted_rows, state),
     )
     wanted = dict(prompts)
     for sequence, num_tokens in given.items():
@@ -61,7 +63,7 @@ def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequenc
     # If one lacked blocks, those that have some must go on, or none would ever be freed.
     rows -= sum(given[sequence] for sequence in given if sequence in builder.entries)
     for sequence, num_left in prompts:
-        if rows and sequence not in builder.entries:
+        if rows > 0 and sequence not in builder.entries:
             extend(state, builder, sequence, min(rows, num_left))
             rows -= builder.num_rows(sequence)
     state.accounts.refund(given, builder.entries)
@@ -114,20 +116,27 @@ def _demands_of(
 Start = Callable[["Lane", int | None], tuple["Sequence", int] | None]
 
 
-def _share_rows(rows: int, demands: list[Demand], start: Start) -> dict[Sequence, int]:
+# Moves the end of a sequence's next rows out of a picture, given the rows it has in this step.
+Fitted = Callable[["Sequence", int, int], int]
+
+
+def _share_rows(
+    rows: int, demands: list[Demand], start: Start, fitted: Fitted
+) -> dict[Sequence, int]:
     """Divide rows among prompts, and charge their owners.
 
     Args:
         demands: consumed.
         start: starts a waiting sequence of a lane and returns it with the rows it wants, or None;
             given the tokens that an owner's first prompt has left, only one that may pass that.
+        fitted: may return more rows than are asked for.
 
     Returns:
-        Rows of each sequence, at least 1.
+        Rows of each sequence, at least 1; together more than `rows` only for a whole picture.
     """
     given: dict[Sequence, int] = {}
     portion = max(1, rows // TURNS)
-    while rows and demands:
+    while rows > 0 and demands:
         demand = demands[0] if len(demands) == 1 else min(demands, key=Demand.key)
         prompt = demand.take(start)
         if prompt is None:
@@ -135,7 +144,11 @@ def _share_rows(rows: int, demands: list[Demand], start: Start) -> dict[Sequence
             continue
         sequence, wanted = prompt
         taken = min(wanted, rows if len(demands) == 1 and demand.is_alone else min(portion, rows))
-        given[sequence] = given.get(sequence, 0) + taken
+        before = given.get(sequence, 0)
+        taken = fitted(sequence, before, taken)
+        if taken > rows and before:
+            continue  # a picture that the next step has room for
+        given[sequence] = before + taken
         demand.account.served += taken
         rows -= taken
         if taken < wanted:

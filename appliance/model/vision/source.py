@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +16,12 @@ from appliance.model.spec import AttentionSpec
 from appliance.model.text_part import TextPart
 from appliance.model.vision.families.family import EMBEDDING, PROJECTOR, TOWER
 from appliance.model.vision.families.registry import tower_family
+from appliance.model.vision.spec import SeesAhead
 from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from typing import Any
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, LayerSpec
     from appliance.model.vision.families.family import TowerFamily
-    from appliance.model.vision.spec import TowerSpec
+    from appliance.model.vision.spec import TextAxes, TowerSpec
     from appliance.quant.formats import WeightReader
 
 
@@ -74,28 +76,40 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
 
 
 def beside_tower(source: ModelSource, tower: TowerSource) -> ModelSource:
-    """Return a decoder that rotates the rows of pictures as the tower's family has it."""
+    """Return a decoder that rotates and sees the rows of pictures as the tower's family has it."""
     if isinstance(source.weights, TextPart):
         source = replace(source, weights=source.weights.beside(tower.weights.stored))
-    axes = tower.spec.text_axes
-    if axes is None:
-        return source
+    if tower.spec.text_axes is not None:
+        source = _with_mixers(source, partial(_turned, source, tower.spec.text_axes))
+    if (ahead := tower.spec.rows_see_ahead) is not SeesAhead.NOWHERE:
+        source = _with_mixers(source, partial(_seeing, ahead))
+    return source
 
-    def turned(layer: LayerSpec) -> LayerSpec:
+
+def _with_mixers(
+    source: ModelSource, changed: Callable[[AttentionSpec], AttentionSpec]
+) -> ModelSource:
+    def with_mixer(layer: LayerSpec) -> LayerSpec:
         mixer = layer.mixer
-        if not isinstance(mixer, AttentionSpec):
-            return layer
-        rope = replace(mixer.rope, sections=axes.sections, interleaved=axes.interleaved)
-        if len(rope.axes) != rope.rotary_dim // 2:
-            raise CheckpointError(
-                f"{source.path.name}: mrope_section {list(axes.sections)} is of another number of"
-                f" frequencies than the {rope.rotary_dim // 2} of a head; take the config.json of"
-                " its makers"
-            )
-        return replace(layer, mixer=replace(mixer, rope=rope))
+        return replace(layer, mixer=changed(mixer)) if isinstance(mixer, AttentionSpec) else layer
 
-    layers = tuple(map(turned, source.spec.layers))
+    layers = tuple(map(with_mixer, source.spec.layers))
     return replace(source, spec=replace(source.spec, layers=layers))
+
+
+def _turned(source: ModelSource, axes: TextAxes, mixer: AttentionSpec) -> AttentionSpec:
+    rope = replace(mixer.rope, sections=axes.sections, interleaved=axes.interleaved)
+    if len(rope.axes) != rope.rotary_dim // 2:
+        raise CheckpointError(
+            f"{source.path.name}: mrope_section {list(axes.sections)} is of another number of"
+            f" frequencies than the {rope.rotary_dim // 2} of a head; take the config.json of"
+            " its makers"
+        )
+    return replace(mixer, rope=rope)
+
+
+def _seeing(ahead: SeesAhead, mixer: AttentionSpec) -> AttentionSpec:
+    return replace(mixer, sees_picture=ahead is SeesAhead.EVERYWHERE or mixer.window is not None)
 
 
 def _described(config: ConfigReader) -> DecoderSpec:

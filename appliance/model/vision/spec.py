@@ -25,6 +25,14 @@ class Resize(Enum):
     NEAREST = "nearest"  # the cell that a patch's corner lies in, as a share of its side
 
 
+class SeesAhead(Enum):
+    """The decoder's layers in which a row of a picture sees those of its picture that follow it."""
+
+    NOWHERE = "in no layer"
+    WINDOWS = "in layers with a window"
+    EVERYWHERE = "in all layers"
+
+
 @dataclass(frozen=True, slots=True)
 class PositionTable:
     """Learned positions, (side * side, hidden_size), row by row.
@@ -115,7 +123,7 @@ class TowerSpec:
         merge: patches on a cell's side.
         taps: of layers, by index, whose output goes through a projector of its own into what is
             added behind the decoder's first layers (DeepStack).
-        rows_see_ahead: rows of the decoder see those of their picture that follow them.
+        rows_see_ahead: layers of the decoder whose rows see those of their picture behind them.
         text_axes: of a decoder whose rows have three positions; None if they have one.
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
@@ -127,7 +135,7 @@ class TowerSpec:
     merge: int
     projector: ProjectorSpec
     taps: tuple[tuple[int, ProjectorSpec], ...] = ()
-    rows_see_ahead: bool = False
+    rows_see_ahead: SeesAhead = SeesAhead.NOWHERE
     text_axes: TextAxes | None = None
     first_norm: NormSpec | None = None
     first_norm_name: str = ""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from support.models.towers import TOWER_CASES, with_tower
 
 from appliance.config import EngineConfig
-from appliance.engine.load.pictures import open_pictures
+from appliance.engine.load.execution.choice import choose_execution
+from appliance.engine.load.pictures import PictureSource, open_pictures
 from appliance.engine.served_model import open_served
 from appliance.errors import ConfigError
 from appliance.media.sizing import TokenRange
@@ -17,12 +20,17 @@ from appliance.media.sizing import TokenRange
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.model.source import ModelSource
+
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "gemma3": {"image_processor_type": "Gemma3ImageProcessor"},
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 56, "width": 56},
+    },
     "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
 }
 REASONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("gemma3", PROCESSORS["gemma3"], {}, "rows of a picture see each other"),
+    ("gemma3", PROCESSORS["gemma3"], {"kv_cache_dtype": "int4"}, "take --kv-cache-dtype int8"),
     ("qwen3_vl", {}, {}, "has neither preprocessor_config.json nor"),
     ("qwen3_vl", {"image_processor_type": "Unheard"}, {}, "Unheard"),
     ("qwen3_vl", PROCESSORS["qwen3_vl"], {"ranks": 2}, "ranks divide this model"),
@@ -36,23 +44,43 @@ def write(kind: str, processor: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+def opened(config: EngineConfig, source: ModelSource) -> tuple[PictureSource | None, Any]:
+    return open_pictures(config, source, choose_execution(config, source, 1)[0].precision)
+
+
 @pytest.mark.parametrize(("kind", "processor", "settings", "why"), REASONS)
 def test_what_cannot_be_read_is_said(
     kind: str, processor: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     config = EngineConfig(model=str(write(kind, processor, tmp_path)), device="cpu", **settings)
-    found, notes = open_pictures(config, open_served(config))
+    found, notes = opened(config, open_served(config))
     assert found is None
     (note,) = notes
     assert note.startswith("pictures are not read, and texts are served alone: ")
     assert why in note
 
 
+def test_rows_that_see_each_other_need_room_and_a_kernel(tmp_path: Path) -> None:
+    folder = write("gemma3", PROCESSORS["gemma3"], tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu")
+    source = open_served(config)
+    found, _ = opened(config, source)
+    assert found is not None
+    assert found.uncut_rows == 16
+    room = found.with_room(config).max_num_batched_tokens
+    assert room == config.max_num_batched_tokens + 15
+    precision = choose_execution(config, source, 1)[0].precision
+    on_gpu = replace(precision, device=torch.device("cuda"))
+    found, notes = open_pictures(config, source, on_gpu)
+    assert found is None
+    assert "GPUs have no kernel; --device cpu reads them" in notes[0]
+
+
 def test_a_tower_is_counted_and_can_be_left_out(tmp_path: Path) -> None:
     folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu")
     source = open_served(config)
-    found, notes = open_pictures(config, source)
+    found, notes = opened(config, source)
     assert found is not None
     assert not notes
     stored = found.tower.weights
@@ -62,7 +90,7 @@ def test_a_tower_is_counted_and_can_be_left_out(tmp_path: Path) -> None:
     assert not any("are left out" in note for note in source.weights.notes())
     alone = EngineConfig(model=str(folder), device="cpu", images=False)
     texts = open_served(alone)
-    assert open_pictures(alone, texts) == (None, ())
+    assert opened(alone, texts) == (None, ())
     assert not texts.spec.has_axes
     assert any("are left out" in note for note in texts.weights.notes())
 
@@ -79,7 +107,7 @@ def test_a_senseless_range_of_rows_is_refused(text: str, tmp_path: Path) -> None
     folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", image_tokens=text)
     with pytest.raises(ConfigError, match=r"image_tokens is .* LEAST:MOST"):
-        open_pictures(config, open_served(config))
+        opened(config, open_served(config))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +120,7 @@ def test_a_range_of_rows_is_read_and_kept(
     assert TokenRange.of(text) == (least, most)
     folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", image_tokens=text)
-    found, _ = open_pictures(config, open_served(config))
+    found, _ = opened(config, open_served(config))
     assert found is not None
     for size in ((40, 40), (300, 500), (3000, 2000)):
         rows = found.processor.rows(found.processor.canvases(*size))

@@ -21,6 +21,7 @@ from appliance.model.vision.spec import (
     ProjectorLinear,
     ProjectorSpec,
     Resize,
+    SeesAhead,
     TowerSpec,
 )
 
@@ -77,7 +78,7 @@ def _read_gemma3(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             norm=NormSpec(eps, offset=1.0),
             norm_name=f"{PROJECTOR}mm_soft_emb_norm",
         ),
-        rows_see_ahead=True,
+        rows_see_ahead=SeesAhead.EVERYWHERE,
     )
 
 

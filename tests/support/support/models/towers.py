@@ -96,7 +96,13 @@ TOWER_CASES = {
     "gemma3": TowerCase(
         "gemma3",
         SIZES | LAYERS | {"image_size": 56, "patch_size": 7, "vision_use_head": False},
-        ((8, 8), (8, 8)), as_batch, whole={"mm_tokens_per_image": 16},
+        ((8, 8), (8, 8)), as_batch,
+        whole={"mm_tokens_per_image": 16, "tie_word_embeddings": False},
+        text={
+            "sliding_window": 9,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+            "tie_word_embeddings": False,
+        },
     ),
     "lfm2_vl": TowerCase(
         "lfm2_vl",
