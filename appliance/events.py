@@ -95,6 +95,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # fallbacks taken
     quality: tuple[QualityFact, ...] = ()  # from the quality card beside the weights
     chats: bool = True  # the model has a chat template; otherwise it only continues text
+    reads_pictures: bool = False  # in messages
     sampling: dict[str, float] = {}  # default sampling
     prompts_shown: bool = False  # the server was started to show prompts
     ranks: tuple[RankInfo, ...] = ()  # processes that each have a part of the model

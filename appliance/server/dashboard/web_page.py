@@ -26,7 +26,7 @@ FILES: Final = {
         f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
         for name in (
             "page", "api", "blocks", "chat", "docs", "frames", "markdown", "markdown-it",
-            "status",
+            "pictures", "status",
         )
     },
 }  # fmt: skip
@@ -35,9 +35,9 @@ DOCUMENTS: Final = ("/docs/topics.txt", *(f"/docs/{name}.md" for name in NAMES))
 # What needs no key.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 HEADERS: Final = {
-    # Scripts, styles and pictures come only from these files.
+    # Scripts, styles and pictures come only from these files, and pictures from a person's own.
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         # Our scripts cannot turn text into markup.
         "require-trusted-types-for 'script'; trusted-types 'none'"

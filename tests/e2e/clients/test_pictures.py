@@ -23,6 +23,7 @@ from PIL import Image
 from support.models.picture_models import PICTURE_MODELS, write_picture_model
 from support.runs.fetched import pictures
 from support.runs.waiting import LIMIT
+from support.server.browser import chromium, opened
 
 from appliance.chat.answer import ServerSource
 from appliance.chat.dialogue import Dialogue
@@ -219,6 +220,75 @@ def test_the_chat_shows_the_model_the_same(clients: Clients, tmp_path: Path) -> 
     main = [sys.executable, "-m", "appliance", *command]
     asked = subprocess.run(main, capture_output=True, text=True, check=True, timeout=LIMIT)
     assert asked.stdout.strip()
+
+
+GIVEN = """([how, name, data]) => {
+    const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], name, { type: "image/png" }));
+    const fields = { bubbles: true, cancelable: true };
+    document.getElementById("prompt").dispatchEvent(
+        how === "paste" ? new ClipboardEvent(how, { ...fields, clipboardData: transfer })
+                        : new DragEvent(how, { ...fields, dataTransfer: transfer }));
+}"""
+
+
+async def test_a_person_sends_pictures_with_the_page(clients: Clients) -> None:
+    """Chosen, pasted and dropped; shown beside the question, and sent again with the next one."""
+    coffee, cat = png("coffee.png"), png("chelsea.png")
+    file: Any = {"name": "coffee.png", "mimeType": "image/png", "buffer": coffee}
+    async with chromium() as browser, opened(browser, clients.url) as (page, complaints):
+        await page.locator("#state.ready").wait_for()
+        shelf, shown = page.locator("#shelf img"), page.locator(".message.user img")
+        await page.get_by_text("Settings").click()
+        await page.get_by_label("Temperature").fill("0")
+        await page.get_by_label("At most").fill(str(TOKENS))
+
+        async def said(place: int) -> str:
+            await page.locator("#figures", has_text="context ").wait_for()
+            return await page.locator(".message.assistant .text").nth(place).inner_text()
+
+        async with page.expect_file_chooser() as choosing:
+            await page.get_by_role("button", name="Picture").click()
+        await (await choosing.value).set_files([file])
+        await page.evaluate(GIVEN, ["paste", "cat.png", in_base64(cat)])
+        await page.evaluate(GIVEN, ["drop", "other.png", in_base64(coffee)])
+        await shelf.nth(2).wait_for()
+        names = [await shelf.nth(place).get_attribute("alt") for place in range(3)]
+        assert names == ["coffee.png", "cat.png", "other.png"]
+        await page.get_by_role("button", name="Take other.png away").click()
+        assert await shelf.count() == 2
+        async with page.expect_request("**/v1/chat/completions") as sending:
+            await page.get_by_label("Message").fill(QUESTION)
+            await page.get_by_role("button", name="Send").click()
+        body = cast("Any", (await sending.value).post_data_json)
+        assert body["messages"][0]["content"] == [
+            chat_part(coffee), chat_part(cat), {"type": "text", "text": QUESTION},
+        ]  # fmt: skip
+        answer = await said(0)
+        assert answer.split() == by_chat(clients, coffee, cat).text.split()
+        assert await shelf.count() == 0
+        assert await shown.count() == 2
+        widths = [await one.evaluate("one => one.naturalWidth") for one in await shown.all()]
+        assert widths == [150, 150]
+
+        async with page.expect_request("**/v1/chat/completions") as sending:
+            await page.get_by_label("Message").fill("More.")
+            await page.get_by_role("button", name="Send").click()
+        body = cast("Any", (await sending.value).post_data_json)
+        assert [len(one["content"]) > 2 for one in body["messages"]][::2] == [True, True]
+        assert len(body["messages"][0]["content"]) == 3
+        await said(1)
+        broken: Any = {"name": "broken.png", "mimeType": "image/png", "buffer": b"no picture"}
+        await page.get_by_label("Files of pictures").set_input_files([broken])
+        await page.get_by_label("Message").fill("And this?")
+        await page.get_by_role("button", name="Send").click()
+        await page.get_by_text("these bytes are no image").wait_for()
+        assert await shelf.count() == 1, "it goes back to where it was chosen"
+        assert await page.get_by_label("Message").input_value() == "And this?"
+        await page.get_by_role("button", name="New chat").click()
+        assert await page.locator("img:not(h1 img)").count() == 0
+    assert [one for one in complaints if "400 (Bad Request)" not in one] == []
 
 
 def test_another_picture_of_the_same_size_is_another_prompt(clients: Clients) -> None:

@@ -380,3 +380,18 @@ async def test_nothing_is_wider_than_a_phone(serve: Serve, browser: Browser) -> 
         boxes = [await button.bounding_box() for button in buttons]
         assert all(box is not None and box["height"] >= 40 for box in boxes), "for fingers"
         assert complaints == []
+
+
+async def test_a_model_of_texts_is_offered_no_picture(serve: Serve, browser: Browser) -> None:
+    async with serve() as running, opened(browser, running.url) as (page, complaints):
+        await page.locator("#state.ready").wait_for()
+        assert await page.get_by_role("button", name="Picture").is_hidden()
+        await page.evaluate("""() => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File(["x"], "cat.png", { type: "image/png" }));
+            document.getElementById("prompt").dispatchEvent(
+                new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer: transfer }));
+        }""")
+        await page.get_by_text("this model reads texts only").wait_for()
+        assert await page.locator("#shelf img").count() == 0
+        assert not complaints

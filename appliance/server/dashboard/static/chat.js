@@ -3,6 +3,7 @@
 import { ask, byId, number, Refused } from "./api.js";
 import { readFrames } from "./frames.js";
 import { Answer } from "./markdown.js";
+import * as pictures from "./pictures.js";
 
 const NEAR_END = 80; // pixels
 const USUAL_LIMIT = 512; // tokens of an answer
@@ -11,7 +12,7 @@ const box = byId("messages");
 
 let info = null;
 let chats = true;
-let turns = []; // { role, content, element }
+let turns = []; // { role, content, pictures, element }
 let answering = null; // the AbortController of the answer that is written
 let following = true; // the end is looked at, so it is kept in sight
 
@@ -27,6 +28,7 @@ export function meet(event) {
   box.dataset.hint = chats
     ? `Ask ${info.model} something.`
     : `${info.model} has no chat template: it goes on with a text. Write a beginning.`;
+  pictures.meet(chats && info.reads_pictures === true, (why) => (byId("figures").textContent = why));
   showSettings();
 }
 
@@ -65,7 +67,7 @@ box.addEventListener("scroll", () => {
 new ResizeObserver(follow).observe(box); // the figures below it take more lines or fewer
 
 // Add a turn, with the element that its text goes to.
-function show(role, content = "") {
+function show(role, content = "", attached = []) {
   const element = document.createElement(chats || role === "error" ? "div" : "span");
   element.className = `message ${role}`;
   let place = element;
@@ -75,13 +77,13 @@ function show(role, content = "") {
     const who = document.createElement("div");
     who.className = "who";
     who.textContent = { user: "You", assistant: "Model", error: "Error" }[role];
-    element.append(who, place);
+    element.append(who, ...attached.map(pictures.shown), place);
   }
   place.dir = "auto";
   place.textContent = content;
   box.append(element);
   follow();
-  return { role, content, element, place };
+  return { role, content, pictures: attached, element, place };
 }
 
 function writer(turn) {
@@ -150,13 +152,13 @@ function showFigures(usage, clock, reason) {
 
 // --- Questions and answers ----------------------------------------------------------------------
 
-function send(signal, limit) {
+async function send(signal, limit) {
   const temperature = byId("temperature").value, system = byId("system").value.trim();
   const body = { stream: true, stream_options: { include_usage: true }, max_tokens: limit };
   if (temperature !== "") body.temperature = Number(temperature);
   if (!chats) body.prompt = turns.map((turn) => turn.content).join("");
   else {
-    body.messages = turns.map(({ role, content }) => ({ role, content }));
+    body.messages = await Promise.all(turns.map(messageOf));
     if (system) body.messages.unshift({ role: "system", content: system });
   }
   return ask(chats ? "v1/chat/completions" : "v1/completions", {
@@ -165,6 +167,13 @@ function send(signal, limit) {
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
   });
+}
+
+async function messageOf({ role, content, pictures: attached }) {
+  if (attached.length === 0) return { role, content };
+  const parts = await Promise.all(attached.map(pictures.partOf));
+  if (content) parts.push({ type: "text", text: content });
+  return { role, content: parts };
 }
 
 // Have the conversation answered. `asked` is taken back, and `replaced` put back, if nothing comes.
@@ -238,16 +247,19 @@ function takeBack(turn) {
   turn.element.remove();
   const prompt = byId("prompt");
   prompt.value = [turn.content, prompt.value].filter(Boolean).join("\n");
+  pictures.putBack(turn.pictures);
 }
 
 byId("chat-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const prompt = byId("prompt");
   const text = chats ? prompt.value.trim() : prompt.value;
-  if (answering || (!text && (chats || turns.length === 0))) return;
+  if (answering) return;
+  const attached = pictures.take();
+  if (!text && attached.length === 0 && (chats || turns.length === 0)) return;
   for (const error of box.querySelectorAll(".error")) error.remove();
   prompt.value = "";
-  const asked = text ? show("user", text) : null;
+  const asked = text || attached.length ? show("user", text, attached) : null;
   if (asked) turns.push(asked);
   answer({ asked });
 });
@@ -273,6 +285,7 @@ byId("again").addEventListener("click", () => {
 
 byId("clear").addEventListener("click", () => {
   answering?.abort();
+  pictures.drop([...turns.flatMap((turn) => turn.pictures), ...pictures.take()]);
   turns = [];
   box.replaceChildren();
   byId("figures").textContent = "";
