@@ -15,6 +15,7 @@ class Activation(Enum):
     RELU_SQUARED = "relu_squared"  # arXiv 2109.08668
     RELU = "relu"
     GELU = "gelu"  # by the error function
+    QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ ACTIVATIONS = {
     Activation.RELU_SQUARED: 3,
     Activation.RELU: 4,
     Activation.GELU: 5,
+    Activation.QUICK_GELU: 7,
 }
 _CLAMPED_SWIGLU, _BOUNDED_SWIGLU = 2, 6
 _SCORINGS = {scoring: ScoringCode[scoring.name] for scoring in Scoring}

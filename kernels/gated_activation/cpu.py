@@ -28,6 +28,8 @@ def gated_activation(gate_up: Tensor, activation: Gating, up: Tensor | None = No
             activated = functional.relu(gate)
         case Activation.GELU:
             activated = functional.gelu(gate)
+        case Activation.QUICK_GELU:
+            activated = reference.activated(gate, activation)  # rounds once
         case ClampedSwiGLU() | BoundedSwiGLU():
             return reference.gated_activation(gate, activation, up)  # rounds once
     return activated.mul_(up)

@@ -54,6 +54,8 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
             result = wide.relu()
         case Activation.GELU:
             result = 0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))
+        case Activation.QUICK_GELU:
+            result = wide * torch.sigmoid(1.702 * wide)
     return result.to(x.dtype)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from transformers.activations import QuickGELUActivation
 
 from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU, Gating
 from appliance.kernels.gated_activation import cpu, reference
@@ -32,6 +33,8 @@ def exact(gate_up: torch.Tensor, activation: Gating) -> torch.Tensor:
             return gate.relu() * up
         case Activation.GELU:
             return functional.gelu(gate) * up
+        case Activation.QUICK_GELU:
+            return QuickGELUActivation()(gate) * up  # type: ignore[no-any-return]
 
 
 GATINGS = [*Activation, ClampedSwiGLU(limit=3.0, alpha=1.7), BoundedSwiGLU(limit=2.0)]

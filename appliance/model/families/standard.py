@@ -35,7 +35,11 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "relu2": Activation.RELU_SQUARED,
 }
-_UNGATED = {"relu": Activation.RELU, "gelu": Activation.GELU}
+_UNGATED = {
+    "relu": Activation.RELU,
+    "gelu": Activation.GELU,
+    "quick_gelu": Activation.QUICK_GELU,
+}
 
 
 def read_head_dim(config: ConfigReader) -> int:

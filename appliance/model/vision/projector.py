@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Abramowitz and Stegun, 7.1.26: within 1.5e-7 of erf.
 _P = 0.3275911
+_QUICK = 1.702
 _TERMS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
@@ -162,6 +163,8 @@ def activated(x: Any, activation: Activation | None) -> Any:
         approximate = "tanh" if activation is Activation.GELU_TANH else "none"
         if activation in (Activation.GELU, Activation.GELU_TANH):
             return functional.gelu(x, approximate=approximate)
+        if activation is Activation.QUICK_GELU:
+            return x * (_QUICK * x).sigmoid()
         return {Activation.SILU: functional.silu, Activation.RELU: functional.relu}[activation](x)
     return _IN_NUMPY[activation](x)
 
@@ -186,4 +189,5 @@ _IN_NUMPY: dict[Activation, Callable[[Any], Any]] = {
     Activation.GELU_TANH: _gelu_tanh,
     Activation.SILU: lambda x: x / (1 + np.exp(-x)),
     Activation.RELU: lambda x: np.maximum(x, 0),
+    Activation.QUICK_GELU: lambda x: x / (1 + np.exp(-_QUICK * x)),
 }

@@ -50,6 +50,7 @@ typedef enum {
     AP_RELU = 4,
     AP_GELU = 5, /* by the error function */
     AP_BOUNDED_SWIGLU = 6,
+    AP_QUICK_GELU = 7, /* x * sigmoid(1.702 x) */
 } ap_activation;
 
 /* The middle of an MLP: act(gate) * up, or with AP_CLAMPED_SWIGLU

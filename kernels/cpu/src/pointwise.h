@@ -143,7 +143,7 @@ INLINE vfloat gelu(vfloat x) {
     return vf_sub(vf_max(vf_zero(), x), vf_mul(size, above));
 }
 
-/* The last two are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
+/* The last three are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
 INLINE vfloat activated(vfloat x, int32_t activation) {
     vfloat minus_y = vf_sub(vf_zero(), x);
     if (activation == AP_RELU_SQUARED || activation == AP_RELU) {
@@ -156,6 +156,7 @@ INLINE vfloat activated(vfloat x, int32_t activation) {
         vfloat inner = vf_fma(vf_mul(x, x), vf_set(0.044715f), vf_set(1.0f));
         minus_y = vf_mul(vf_mul(x, inner), vf_set(-1.5957691216057308f));
     }
+    if (activation == AP_QUICK_GELU) minus_y = vf_mul(x, vf_set(-1.702f));
     return vf_div(x, vf_add(vf_set(1.0f), vf_exp(minus_y)));
 }
 
@@ -224,6 +225,8 @@ static void activated_row(const float *x, const ap_gating *gating, int32_t width
         activate_with(x, AP_GELU, width, out);
     else if (gating->activation == AP_GELU_TANH)
         activate_with(x, AP_GELU_TANH, width, out);
+    else if (gating->activation == AP_QUICK_GELU)
+        activate_with(x, AP_QUICK_GELU, width, out);
     else
         activate_with(x, AP_SILU, width, out);
 }
@@ -245,6 +248,8 @@ static void gated_row(const float *gate, const float *up, const ap_gating *gatin
         gate_with(gate, up, AP_GELU, width, out);
     else if (gating->activation == AP_GELU_TANH)
         gate_with(gate, up, AP_GELU_TANH, width, out);
+    else if (gating->activation == AP_QUICK_GELU)
+        gate_with(gate, up, AP_QUICK_GELU, width, out);
     else
         gate_with(gate, up, AP_SILU, width, out);
 }

@@ -21,8 +21,8 @@ Array = NDArray[Any]
 
 WIDTHS = (1, 15, 16, 17, 63, 64, 65, 130, 576, 1000, 4096)
 # AP_SILU, AP_GELU_TANH
-ACTIVATIONS = (GatingStruct(0), GatingStruct(1), GatingStruct(4), GatingStruct(5))
-NAMES = ["silu", "gelu-tanh", "relu", "gelu"]
+ACTIVATIONS = tuple(map(GatingStruct, (0, 1, 4, 5, 7)))
+NAMES = ["silu", "gelu-tanh", "relu", "gelu", "quick-gelu"]
 CLAMPED = GatingStruct(2, 7.0, 1.702)
 BOUNDED = GatingStruct(6, 3.0)
 EPS = 1e-5
@@ -154,6 +154,8 @@ def activated(gate: Array, activation: GatingStruct) -> Array:
     x = gate.astype(np.float64)
     if activation.activation == 0:
         return np.asarray(x / (1 + np.exp(-x)))
+    if activation.activation == 7:
+        return np.asarray(x / (1 + np.exp(-1.702 * x)))
     if activation.activation == 4:
         return np.maximum(x, 0)
     if activation.activation == 5:

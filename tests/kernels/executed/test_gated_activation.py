@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional
+from transformers.activations import QuickGELUActivation
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation, BoundedSwiGLU, ClampedSwiGLU
@@ -18,6 +19,7 @@ THEIRS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
     Activation.RELU: functional.relu,
     Activation.GELU: functional.gelu,
+    Activation.QUICK_GELU: QuickGELUActivation(),
 }
 STEP = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one rounding
 
