@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from support.models.picture_models import PICTURE_MODELS, write_picture_model
 from support.runs.fetched import pictures
-from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from appliance import LLM, SamplingParams
 from appliance.errors import ChatTemplateError, ImageError, RequestError
@@ -24,16 +26,18 @@ QUESTION = "What is this?"
 MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_picture_model("qwen3_vl", tmp_path_factory.mktemp("pictures") / "model")
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
+@contextmanager
+def opened(folder: Path) -> Iterator[LLM]:
     llm = LLM(str(folder), device="cpu", dtype="float32", kv_cache_dtype="fp32", threads=1)
     yield llm
     llm.close()
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = write_picture_model("qwen3_vl", tmp_path_factory.mktemp("pictures") / "model")
+    with opened(folder) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +61,18 @@ def asked(llm: LLM, *parts: dict[str, Any]) -> list[int]:
     return answer.outputs[0].token_ids
 
 
-def by_transformers(folder: Path, *images: Image.Image) -> list[int]:
+def by_transformers(name: str, folder: Path, *images: Image.Image) -> list[int]:
     """The answer to the images and the question, in the form of the model's template."""
-    settings = {**PICTURE_MODELS["qwen3_vl"].processor}
-    settings.pop("image_processor_type")
-    made = Qwen2VLImageProcessorPil(**settings)(images=[*images], return_tensors="pt")
+    settings = {**PICTURE_MODELS[name].processor}
+    made = getattr(transformers, f"{settings.pop('image_processor_type')}Pil")(**settings)(
+        images=[*images], return_tensors="pt"
+    )
     rows = [int(grid.prod()) // 4 for grid in made["image_grid_thw"]]
     marks = "".join(MARKS.replace("<|image_pad|>", "<|image_pad|>" * one) for one in rows)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = f"<|im_start|>user {marks}{QUESTION}<|im_end|><|im_start|>"
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     types = (ids == model.config.image_token_id).int()
@@ -78,12 +83,15 @@ def by_transformers(folder: Path, *images: Image.Image) -> list[int]:
     return answer
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_images_of_pillow_are_answered_as_transformers_answers(
-    llm: LLM, folder: Path, cat: Image.Image
+    name: str, cat: Image.Image, tmp_path: Path
 ) -> None:
+    folder = write_picture_model(name, tmp_path / "model")
     dog = cat.rotate(90, expand=True)
-    assert asked(llm, part(cat)) == by_transformers(folder, cat)
-    assert asked(llm, part(dog), part(cat)) == by_transformers(folder, dog, cat)
+    with opened(folder) as llm:
+        assert asked(llm, part(cat)) == by_transformers(name, folder, cat)
+        assert asked(llm, part(dog), part(cat)) == by_transformers(name, folder, dog, cat)
 
 
 def test_every_form_of_a_picture_is_the_same_picture(

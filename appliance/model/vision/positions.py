@@ -28,6 +28,25 @@ def patch_places(rows: int, columns: int, merge: int) -> NDArray[np.int64]:
     return np.ascontiguousarray(grid.transpose(0, 1, 3, 2, 4).reshape(2, -1))
 
 
+def window_order(rows: int, columns: int, side: int) -> tuple[NDArray[np.int64], list[int]]:
+    """Order a picture's cells window by window, each row by row, as the windows are.
+
+    Args:
+        rows: of cells.
+        side: of a window, in cells.
+
+    Returns:
+        Numbers of the cells, (rows * columns,), and how many each window has.
+    """
+    cells = np.arange(rows * columns).reshape(rows, columns)
+    windows = [
+        cells[top : top + side, left : left + side].ravel()
+        for top in range(0, rows, side)
+        for left in range(0, columns, side)
+    ]
+    return np.concatenate(windows), [len(window) for window in windows]
+
+
 def fitted(table: Floats, rows: int, columns: int, resize: Resize) -> Floats:
     """Fit a table of positions (side, side, hidden_size) to (rows, columns, hidden_size)."""
     weights = _WEIGHTS[resize]

@@ -101,16 +101,20 @@ class PatchEmbedding:
     norm: CellNorm | None
     like: Any
 
-    def __call__(self, patches: NDArray[np.float32], rows: int, columns: int) -> Any:
-        """Map patches (rows * columns, inputs), cell by cell, to (rows * columns, hidden_size)."""
+    def __call__(
+        self, patches: NDArray[np.float32], places: NDArray[np.int64], grid: tuple[int, int]
+    ) -> Any:
+        """Map patches (num_patches, inputs) to (num_patches, hidden_size).
+
+        Args:
+            places: row and column of each patch, (2, num_patches).
+            grid: rows and columns of the picture.
+        """
         stream = self.linear(arrays.like(self.like, patches))
         if self.table is not None:
             assert self.spec.table is not None
-            positions = fitted(self.table, rows, columns, self.spec.table.resize)
-            merge = self.spec.merge
-            cells = positions.reshape(rows // merge, merge, columns // merge, merge, -1)
-            ordered = cells.swapaxes(1, 2).reshape(rows * columns, -1)
-            stream = stream + arrays.like(self.like, np.ascontiguousarray(ordered))
+            positions = fitted(self.table, *grid, self.spec.table.resize)
+            stream = stream + arrays.like(self.like, positions[places[0], places[1]])
         return stream if self.norm is None else self.norm(stream)
 
     @classmethod

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,6 +106,19 @@ class ProjectorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PatchWindows:
+    """Squares of a picture's cells, within which patches see each other in most layers.
+
+    Attributes:
+        cells: on a window's side; those at the right and at the bottom may be smaller.
+        whole: layers in which patches see all of their picture.
+    """
+
+    cells: int
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TextAxes:
     """Shares of time, height and width in the decoder's frequencies; see `RopeSpec`."""
 
@@ -127,6 +142,7 @@ class TowerSpec:
         text_axes: of a decoder whose rows have three positions; None if they have one.
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
+        windows: None if patches see all of their picture in every layer.
     """
 
     layers: DecoderSpec
@@ -139,3 +155,13 @@ class TowerSpec:
     text_axes: TextAxes | None = None
     first_norm: NormSpec | None = None
     first_norm_name: str = ""
+    windows: PatchWindows | None = None
+
+    @property
+    def runs(self) -> tuple[tuple[int, bool], ...]:
+        """First layers of the runs of layers whose patches see alike, and if that is a window."""
+        if self.windows is None:
+            return ((0, False),)
+        whole = self.windows.whole
+        in_windows = ((index, index not in whole) for index in range(len(self.layers.layers)))
+        return tuple(next(run) for _, run in groupby(in_windows, key=itemgetter(1)))

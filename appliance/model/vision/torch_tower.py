@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,9 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TorchLayers:
-    """A tower's layers in torch; see `tower.Layers`."""
+    """A run of a tower's layers in torch; see `tower.Layers`.
+
+    Attributes:
+        is_last: the last norm follows.
+    """
 
     decoder: Decoder
+    is_last: bool
 
     @torch.inference_mode()
     def __call__(
@@ -50,10 +56,12 @@ class TorchLayers:
         cache = KVCache((kept,) * len(self.decoder.spec.layers))
         ids = torch.zeros(count, dtype=torch.int64, device=device)
         tapped: list[Tensor] = []
-        hidden = stream
+        hidden = passing = stream
         for index, after in enumerate(self.decoder.after_each_layer(ids, ids, batch, cache)):
             hidden, passing = after
             tapped += [passing.float()] if index in taps else []
+        if not self.is_last:
+            return passing.float(), None
         return hidden.float(), torch.stack(tapped, 1) if tapped else None
 
 
@@ -75,4 +83,12 @@ def load_torch_tower(
     def make(weight: Tensor, bias: Tensor | None) -> BiasedLinear:
         return BiasedLinear(weight.to(device), None if bias is None else bias.to(device))
 
-    return make_tower(source, TorchLayers(decoder), make)
+    bounds = (*(first for first, _ in source.spec.runs), len(decoder.layers))
+    runs = [_run(decoder, first, last) for first, last in pairwise(bounds)]
+    return make_tower(source, runs, make)
+
+
+def _run(decoder: Decoder, first: int, last: int) -> TorchLayers:
+    norm = decoder.layers[first - 1].next_norm if first else decoder.first_norm
+    part = replace(decoder, layers=decoder.layers[first:last], first_norm=norm)
+    return TorchLayers(part, last == len(decoder.layers))

@@ -5,7 +5,7 @@ Imports torch for the torch executor alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,8 @@ from appliance.kernels.cpu.parts import LibraryLinear
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.rows.ragged import GivenRows, RaggedBatch
 from appliance.model.native_loader import load_native
-from appliance.model.vision.positions import patch_places
+from appliance.model.shard.stage import Stage
+from appliance.model.vision.positions import patch_places, window_order
 from appliance.model.vision.projector import PatchEmbedding, Projector
 
 if TYPE_CHECKING:
@@ -79,18 +80,18 @@ class PictureRows:
 
 
 class Layers(Protocol):
-    """A tower's layers on one executor."""
+    """A run of a tower's layers on one executor."""
 
     def __call__(
         self, stream: Any, axes: NDArray[np.int64], lengths: Sequence[int], taps: Sequence[int]
     ) -> tuple[Any, Any | None]:
-        """Run the layers and the last norm.
+        """Run the layers, and the last norm after the tower's last.
 
         Args:
             stream: (num_patches, hidden_size), of all pictures.
             axes: (3, num_patches), 0 and each patch's row and column.
-            lengths: patches of each picture.
-            taps: layers whose output is wanted, too, ascending.
+            lengths: patches that see each other.
+            taps: layers of the run whose output is wanted, too, ascending.
 
         Returns:
             (num_patches, hidden_size), and (num_patches, len(taps), hidden_size) or None.
@@ -100,49 +101,87 @@ class Layers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """A vision tower with its weights."""
+    """A vision tower with its weights.
+
+    Attributes:
+        runs: of its layers; see `TowerSpec.runs`.
+    """
 
     spec: TowerSpec
     patches: PatchEmbedding
-    layers: Layers
+    runs: tuple[Layers, ...]
     projector: Projector
     taps: tuple[Projector, ...]
 
     def __call__(self, pictures: Sequence[PatchGrid]) -> list[PictureRows]:
         """Encode pictures; each result depends on its picture alone."""
-        merge = self.spec.merge
-        stream = [self.patches(one.patches, one.rows, one.columns) for one in pictures]
-        places = [patch_places(one.rows, one.columns, merge) for one in pictures]
+        if self.spec.windows is not None:
+            return self._by_windows(pictures, self.spec.windows.cells)
+        places = [patch_places(one.rows, one.columns, self.spec.merge) for one in pictures]
+        return self._encoded(pictures, places, [len(one.patches) for one in pictures])
+
+    def _by_windows(self, pictures: Sequence[PatchGrid], side: int) -> list[PictureRows]:
+        """Encode pictures whose patches are laid out window by window."""
+        merge, ordered, places, backs = self.spec.merge, [], [], []
+        windows: list[int] = []
+        for one in pictures:
+            cells, counts = window_order(one.rows // merge, one.columns // merge, side)
+            patches = (cells[:, None] * merge**2 + np.arange(merge**2)).ravel()
+            ordered.append(replace(one, patches=one.patches[patches]))
+            places.append(patch_places(one.rows, one.columns, merge)[:, patches])
+            backs.append(np.argsort(cells))
+            windows += [count * merge**2 for count in counts]
+        found = self._encoded(ordered, places, windows)
+        return [PictureRows(one.embeddings[back]) for one, back in zip(found, backs, strict=True)]
+
+    def _encoded(
+        self,
+        pictures: Sequence[PatchGrid],
+        places: Sequence[NDArray[np.int64]],
+        windows: Sequence[int],
+    ) -> list[PictureRows]:
+        """Encode pictures.
+
+        Args:
+            places: row and column of each patch, (2, num_patches) of each picture.
+            windows: patches that see each other in layers with windows.
+        """
+        stream = arrays.cat(
+            [
+                self.patches(one.patches, where, (one.rows, one.columns))
+                for one, where in zip(pictures, places, strict=True)
+            ]
+        )
         lengths = [len(one.patches) for one in pictures]
         axes = np.zeros((3, sum(lengths)), np.int64)
         axes[1:] = np.concatenate(places, 1)
-        taps = [layer for layer, _ in self.spec.taps]
-        hidden, tapped = self.layers(arrays.cat(stream), axes, lengths, taps)
-        rows = self.projector(hidden)
+        taps, tapped = [layer for layer, _ in self.spec.taps], None
+        for layers, (_, in_windows) in zip(self.runs, self.spec.runs, strict=True):
+            stream, tapped = layers(stream, axes, windows if in_windows else lengths, taps)
+        rows = self.projector(stream)
         addends = None
         if tapped is not None:
             addends = arrays.stack([one(tapped[:, place]) for place, one in enumerate(self.taps)])
-        ends = [*accumulate((length // merge**2 for length in lengths), initial=0)]
+        ends = [*accumulate((n // self.spec.merge**2 for n in lengths), initial=0)]
         return [
             PictureRows(rows[first:last], None if addends is None else addends[:, first:last])
             for first, last in pairwise(ends)
         ]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class NativeLayers:
-    """A tower's layers in the C library; see `Layers`.
+    """A run of a tower's layers in the C library; see `Layers`.
 
     Keys and values of a layer are read before the next layer's are written, so all share one cache.
+
+    Attributes:
+        is_last: the last norm follows.
     """
 
     decoder: NativeDecoder
-    _cache: StepCache = field(init=False)
-
-    def __post_init__(self) -> None:
-        mixer = next(iter(self.decoder.spec.attention_layers.values()))
-        heads = mixer.num_kv_heads, mixer.head_dim
-        self._cache = StepCache(self.decoder.engine.library, heads)
+    cache: StepCache
+    is_last: bool
 
     def __call__(
         self, stream: Any, axes: NDArray[np.int64], lengths: Sequence[int], taps: Sequence[int]
@@ -153,7 +192,7 @@ class NativeLayers:
         firsts = np.cumsum(blocks, dtype=np.int32) - blocks
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         own = np.arange(count) - np.repeat(starts[:-1], counts)
-        cache = self._cache.room_for(int(blocks.sum()))
+        cache = self.cache.room_for(int(blocks.sum()))
         of = arrays.of_numpy
         batch = RaggedBatch(
             query_start=of(starts),
@@ -177,7 +216,9 @@ class NativeLayers:
             batch,
             cache,
             None,
-            hidden=hidden,
+            hidden=hidden if self.is_last else None,
+            given=stream,
+            streams=None if self.is_last else hidden,
             layers=tuple(layer + 1 for layer in taps),  # recorded before the layer behind
             recorded=tapped,
         )
@@ -205,19 +246,29 @@ def load_native_tower(
     def make(weight: Any, bias: Any) -> LibraryLinear:
         return LibraryLinear(engine, packer.linear(weight.contiguous(), bias), packer.arena)
 
-    decoder = load_native(source.layers, engine, dtype, on_progress)
-    for index in range(decoder.model.num_layers):
-        decoder.model.layers[index].cache_layer = 0
-    return make_tower(source, NativeLayers(decoder), make)
+    whole, mixer = source.layers.spec, next(iter(source.layers.spec.attention_layers.values()))
+    cache = StepCache(engine.library, (mixer.num_kv_heads, mixer.head_dim))
+    bounds = (*(first for first, _ in source.spec.runs), len(whole.layers))
+    runs = []
+    for rank in range(len(bounds) - 1):
+        part = Stage.of(whole, bounds, rank)
+        decoder = load_native(source.layers, engine, dtype, on_progress, part=part)
+        for index in range(decoder.model.num_layers):
+            decoder.model.layers[index].cache_layer = 0
+        runs.append(NativeLayers(decoder, cache, part.is_last))
+    return make_tower(source, runs, make)
 
 
-def make_tower(source: TowerSource, layers: Layers, make: Callable[[Any, Any], Any]) -> Tower:
+def make_tower(
+    source: TowerSource, runs: Sequence[Layers], make: Callable[[Any, Any], Any]
+) -> Tower:
     """Build a tower around its layers; `make` lays out the linears before and after them."""
     spec = source.spec
+    assert len(runs) == 1 or not spec.taps, "a run has numbers of layers of its own"
     return Tower(
         spec,
         PatchEmbedding.of(source, make),
-        layers,
+        tuple(runs),
         Projector.of(source, spec.projector, spec.merge, make),
         tuple(Projector.of(source, one, spec.merge, make) for _, one in spec.taps),
     )

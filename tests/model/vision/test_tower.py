@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.models.native_models import LIBRARY
 from support.models.towers import TOWER_CASES, TowerCase, with_tower
 
@@ -85,3 +86,14 @@ def test_rows_are_those_of_transformers(
     case = TOWER_CASES[name]
     model = with_tower(case)
     assert_rows(load(save(model)), case, model)
+
+
+@pytest.mark.parametrize("name", TOWER_CASES)
+def test_names_of_the_classes_are_read_too(name: str, tmp_path: Path) -> None:
+    """What is saved may have older names than the class's own parameters."""
+    case = TOWER_CASES[name]
+    model = with_tower(case)
+    model.config.save_pretrained(tmp_path)
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_rows(native_tower(tmp_path), case, model)

@@ -9,12 +9,14 @@ from appliance.model.families.reader import ConfigReader, class_defaults
 from appliance.model.families.standard import read_activation
 from appliance.model.spec import (
     AttentionSpec,
+    AxisFrequencies,
     DecoderSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
     RopeSpec,
 )
+from appliance.model.vision.spec import TextAxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,6 +70,8 @@ def read_layers(
     *,
     count: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
+    width: str = "hidden_size",
+    inner: int | None = None,
     rope: RopeSpec | None = None,
     attention_bias: bool = True,
     mlp_bias: bool = True,
@@ -79,12 +83,14 @@ def read_layers(
     Args:
         count: setting with the number of layers.
         heads: setting with the number of heads.
+        width: setting with the width of the stream.
+        inner: width of the MLP; None is that of the settings.
         rope: None without rotation.
         final_norm: None is like the layers'.
     """
-    num_heads, hidden_size = config.integer(heads), config.integer("hidden_size")
+    num_heads, hidden_size = config.integer(heads), config.integer(width)
     if hidden_size % num_heads:
-        raise config.refuse(heads, f"a divisor of hidden_size, {hidden_size}")
+        raise config.refuse(heads, f"a divisor of {width}, {hidden_size}")
     head_dim = hidden_size // num_heads
     act = read_activation(config, gated=False)
     attention = AttentionSpec(
@@ -97,7 +103,8 @@ def read_layers(
         output_bias=attention_bias,
         looks_ahead=True,
     )
-    mlp = MLPSpec(config.integer("intermediate_size"), act, mlp_bias, gated=gated)
+    inner = config.integer("intermediate_size") if inner is None else inner
+    mlp = MLPSpec(inner, act, mlp_bias, gated=gated)
     layer = LayerSpec(attention, mlp, norm)
     return DecoderSpec(
         architecture=architecture,
@@ -108,3 +115,31 @@ def read_layers(
         final_norm=final_norm or norm,
         tied_head=True,
     )
+
+
+def read_axial_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
+    """Read a rotation by rows and columns, with all frequencies for each."""
+    of_axis = head_dim // 4
+    return RopeSpec(
+        theta=config.section("rope_parameters").number("rope_theta", 1e4),
+        rotary_dim=head_dim,
+        sections=(0, of_axis, of_axis),
+        axis_frequencies=AxisFrequencies.EACH,
+    )
+
+
+def read_text_axes(
+    whole: ConfigReader, usual: tuple[int, int, int], *, interleaved: bool = False
+) -> TextAxes:
+    """Read the sections of a decoder's rotation.
+
+    Args:
+        usual: what the class takes where the settings have none.
+        interleaved: as the class has it, whatever the settings say.
+    """
+    text = whole.section("text_config") if whole.is_given("text_config") else whole
+    rope = text.section("rope_parameters" if "rope_parameters" in text else "rope_scaling")
+    time, height, width = usual
+    if rope.is_given("mrope_section"):
+        time, height, width = rope.integers("mrope_section", 3)
+    return TextAxes((time, height, width), interleaved)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from appliance.kernels.activation import Activation
 from appliance.model.names import TensorNames
-from appliance.model.spec import AxisFrequencies, NormSpec, RopeSpec
+from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
     EMBEDDING,
     TOWER,
     TowerFamily,
+    read_axial_rope,
     read_layers,
+    read_text_axes,
 )
 from appliance.model.vision.spec import (
     PatchSpec,
@@ -20,7 +22,6 @@ from appliance.model.vision.spec import (
     ProjectorLinear,
     ProjectorSpec,
     Resize,
-    TextAxes,
     TowerSpec,
 )
 
@@ -35,26 +36,11 @@ _SECTIONS = {"qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20)}
 _SECTIONS_OF_3_5 = (11, 11, 10)
 
 
-def _text_axes(whole: ConfigReader) -> TextAxes:
-    """Read the sections; the class interleaves them, whatever the settings say."""
-    text = whole.section("text_config")
-    rope = text.section("rope_parameters" if "rope_parameters" in text else "rope_scaling")
-    time, height, width = _SECTIONS.get(whole.text("model_type"), _SECTIONS_OF_3_5)
-    if rope.is_given("mrope_section"):
-        time, height, width = rope.integers("mrope_section", 3)
-    return TextAxes((time, height, width), interleaved=True)
-
-
 def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
     head_dim = config.integer("hidden_size") // config.integer("num_heads")
-    of_axis = head_dim // 4
-    rope = RopeSpec(
-        theta=1e4,
-        rotary_dim=head_dim,
-        sections=(0, of_axis, of_axis),
-        axis_frequencies=AxisFrequencies.EACH,
-    )
+    rope = read_axial_rope(config, head_dim)
     layers = read_layers(config, "qwen3_vl", _NORM, count="depth", heads="num_heads", rope=rope)
+    sections = _SECTIONS.get(whole.text("model_type"), _SECTIONS_OF_3_5)
     taps = config.layers("deepstack_visual_indexes", len(layers.layers))
     return TowerSpec(
         layers=layers,
@@ -69,7 +55,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             Resize.CORNERS,
         ),
         merge=config.integer("spatial_merge_size"),
-        text_axes=_text_axes(whole),
+        text_axes=read_text_axes(whole, sections, interleaved=True),
         projector=_merger(f"{TOWER}merger."),
         taps=tuple(
             (tap, _merger(f"{TOWER}deepstack_merger_list.{place}.", normed=True))

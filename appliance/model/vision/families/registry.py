@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.vision.families.pixtral import MISTRAL3
+from appliance.model.vision.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from appliance.model.vision.families.qwen3_vl import QWEN3_VL
 from appliance.model.vision.families.siglip import GEMMA3, IDEFICS3, LFM2_VL
 
@@ -13,7 +14,15 @@ if TYPE_CHECKING:
 
     from appliance.model.vision.families.family import TowerFamily
 
-TOWERS: tuple[TowerFamily, ...] = (IDEFICS3, LFM2_VL, QWEN3_VL, MISTRAL3, GEMMA3)
+TOWERS: tuple[TowerFamily, ...] = (
+    IDEFICS3,
+    LFM2_VL,
+    QWEN2_VL,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    MISTRAL3,
+    GEMMA3,
+)
 _BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 
 

@@ -38,6 +38,8 @@ class PictureModel:
 
 
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
+_QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 PICTURE_MODELS = {
     "smolvlm": PictureModel(
         "smolvlm",
@@ -49,10 +51,19 @@ PICTURE_MODELS = {
             "max_image_size": {"longest_edge": 56},
         },
     ),
+    "qwen2_5_vl": PictureModel(
+        "qwen2_5_vl",
+        _QWEN_WORDS,
+        _QWEN_IMAGE,
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 28 * 28, "longest_edge": 140 * 140},
+        },
+    ),
     "qwen3_vl": PictureModel(
         "qwen3_vl",
-        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
-        "<|vision_start|><|image_pad|><|vision_end|>",
+        _QWEN_WORDS,
+        _QWEN_IMAGE,
         {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": 16,

@@ -109,6 +109,19 @@ TOWER_CASES = {
         SIZES | LAYERS | {"patch_size": 4, "num_patches": 16, "vision_use_head": False},
         ((8, 8), (2, 6), (10, 2)), as_naflex, whole={"projector_hidden_size": 72},
     ),
+    "qwen2_vl": TowerCase(
+        "qwen2_vl",
+        {"embed_dim": 40, "hidden_size": 64, "mlp_ratio": 3, "num_heads": 2, "depth": 3},
+        ((6, 8), (2, 2), (10, 2)), as_cells,
+        text={"rope_parameters": _ROPE},
+    ),
+    "qwen2_5_vl": TowerCase(
+        "qwen2_5_vl",
+        {"hidden_size": 40, "intermediate_size": 56, "num_heads": 2, "depth": 5,
+         "out_hidden_size": 64, "fullatt_block_indexes": [1, 4], "window_size": 56},
+        ((6, 10), (2, 2), (10, 2), (4, 8)), as_cells,
+        text={"rope_parameters": _ROPE},
+    ),
     "qwen3_vl": TowerCase(
         "qwen3_vl", _QWEN | {"deepstack_visual_indexes": [0, 2]}, ((6, 8), (2, 2), (10, 2)),
         as_cells, text={"rope_parameters": _ROPE | {"mrope_interleaved": True}},
