@@ -25,7 +25,7 @@ from appliance.hub.found_model import find_model_of
 from appliance.hub.growth import ignore_progress
 from appliance.media.pictures import Pictures
 from appliance.model_files.sampling_defaults import choose_defaults
-from appliance.pictures import Attached, laid_out, of_image, of_url, read_pictures
+from appliance.pictures import Attached, laid_out, of_image, of_url, read_pictures, texts_beside
 from appliance.text import ChoiceText, Likelihood, best, stop_pieces, vocabulary_of, with_logprobs
 from appliance.tokenizer import Tokenizer
 
@@ -204,21 +204,22 @@ class LLM:
         content = given.get("prompt", given.get("prompt_token_ids"))
         if content is None:
             raise RequestError("a prompt that is a mapping needs prompt or prompt_token_ids")
-        if isinstance(content, str):
-            ids = self.tokenizer.encode(content, add_special_tokens=True)
-        else:
-            ids, content = list(content), self.tokenizer.decode(content)
         images = given.get("multi_modal_data", {}).get("image", [])
         images = images if isinstance(images, list | tuple) else [images]
         parts = [_attached(image, "multi_modal_data").part for image in images]
         _, pictures = read_pictures([{"role": "user", "content": parts}], self._pictures)
+        if isinstance(content, str):
+            beside = texts_beside(pictures, self._pictures)
+            ids = self.tokenizer.encode(content, add_special_tokens=True, beside=beside)
+        else:
+            ids, content = list(content), self.tokenizer.decode(content)
         return _Prompt(content, *laid_out(ids, pictures, self._pictures, self.tokenizer))
 
     def _chat_prompt(self, conversation: Sequence[Mapping[str, Any]]) -> _Prompt:
         attached = [_turn(turn, place) for place, turn in enumerate(conversation)]
         told, pictures = read_pictures(attached, self._pictures)
         turns, _ = prepare(self.tokenizer.dialect, told, None)
-        ids = self.tokenizer.encode_chat(turns)
+        ids = self.tokenizer.encode_chat(turns, beside=texts_beside(pictures, self._pictures))
         text = self.tokenizer.decode(ids)
         return _Prompt(text, *laid_out(ids, pictures, self._pictures, self.tokenizer))
 

@@ -190,6 +190,15 @@ def _told(content: Any) -> Any:
     return [{"type": "image"} if part["type"] == "image" else part for part in content]
 
 
+def texts_beside(
+    pictures: Sequence[Picture], reader: Pictures | None
+) -> dict[str, tuple[str, str]]:
+    """Return the texts to encode beside placeholders of pictures, for `laid_out` to replace."""
+    if not pictures or reader is None or not any(reader.spec.words.beside):
+        return {}
+    return {reader.spec.words.placeholder: reader.spec.words.beside}
+
+
 def laid_out(
     ids: list[int], pictures: Sequence[Picture], reader: Pictures | None, tokenizer: Tokenizer
 ) -> tuple[list[int], PromptPictures | None]:

@@ -15,7 +15,13 @@ import transformers
 from PIL import Image
 from support.models.picture_models import PICTURE_MODELS, write_picture_model
 from support.runs.fetched import pictures
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+)
 
 from appliance import LLM, SamplingParams
 from appliance.errors import ChatTemplateError, ImageError, RequestError
@@ -160,3 +166,35 @@ def test_sixteen_bits_of_grey_are_cut_to_eight() -> None:
 
     image = Image.new("I;16", (4, 4), 0x1234)
     assert decode(of_image(image, "x").data).getpixel((0, 0)) == (0x12,) * 3
+
+
+def test_words_around_a_picture_share_tokens_with_the_text(
+    tmp_path: Path, cat: Image.Image
+) -> None:
+    """Gemma's processor puts blank lines into the text before that becomes tokens."""
+    folder = write_picture_model("gemma3", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder,
+        extra_special_tokens={
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        },
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+    processor = Gemma3Processor(images, tokenizer, image_seq_length=16)
+    text = "<|im_start|>user " + 2 * "\n<start_of_image>" + f"{QUESTION}<|im_end|><|im_start|>"
+    both = [cat, cat.rotate(90, expand=True)]
+    made = processor(text=text, images=both, return_tensors="pt")
+    model = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    found = model.generate(**made, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    wanted = made["input_ids"][0].tolist()
+    soft = tokenizer.convert_tokens_to_ids("<image_soft_token>")
+    content = [*map(part, both), {"type": "text", "text": QUESTION}]
+    given = {"prompt": text, "multi_modal_data": {"image": both}}
+    with opened(folder) as llm:
+        chat = llm.chat([{"role": "user", "content": content}], SAMPLING, progress=False)
+        for (answer,) in (chat, llm.generate([given], SAMPLING, progress=False)):
+            assert answer.prompt_token_ids == [0 if one == soft else one for one in wanted]
+            assert answer.outputs[0].token_ids == found[0, len(wanted) :].tolist()

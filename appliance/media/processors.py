@@ -164,7 +164,8 @@ def _gemma3(settings: ImageSettings) -> ImageProcessorSpec:
     height, width = settings.length("size", "height", "width")
     patch = settings.count("tower_patch")
     rule = FixedRule(patch * settings.count("tower_merge"), height, width)
-    words = PromptWords("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n")
+    word, blank = "<start_of_image>", "\n\n"
+    words = PromptWords(word, word, "<end_of_image>", beside=(blank, blank))
     return _spec(settings, rule, words, patch=patch)
 
 

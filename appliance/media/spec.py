@@ -40,6 +40,8 @@ class PromptWords:
         tile_row_end: behind each line of tiles.
         view: before the view of the whole that follows tiles.
         alone: before a picture that was not cut.
+        beside: texts before and behind all that, without control tokens, which tokens may share
+            with the prompt's own text.
     """
 
     placeholder: str
@@ -50,6 +52,7 @@ class PromptWords:
     tile_row_end: str = ""
     view: str = ""
     alone: str = ""
+    beside: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)

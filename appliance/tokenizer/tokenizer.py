@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Beside = Mapping[str, tuple[str, str]]  # texts before and behind a control token, by its text
+
 MAX_ADDED = 1024  # characters of an added token, which each text is searched for
 _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
@@ -107,19 +109,25 @@ class Tokenizer:
         return cls(source)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool, allow_special: bool = True
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        allow_special: bool = True,
+        beside: Beside | None = None,
     ) -> list[int]:
         """Encode a text.
 
         Args:
             add_special_tokens: prepend BOS if the model wants it.
             allow_special: True makes `<|im_end|>` in the text the control token, False plain text.
+            beside: texts to put before and behind control tokens.
 
         Raises:
             RequestError: the text contains lone surrogates.
         """
         occurrences = self._control_tokens.find(_valid(text)) if allow_special else []
-        pieces = _split(text, occurrences)
+        pieces = self._with_texts(beside, _split(text, occurrences), occurrences)
         return self._encode_pieces(pieces, occurrences, add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
@@ -190,6 +198,7 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
         continues: str | None = None,
         salt: str = "",
+        beside: Beside | None = None,
     ) -> list[int]:
         """Encode a chat in the model's format.
 
@@ -198,6 +207,7 @@ class Tokenizer:
 
         Args:
             continues: field of the last message, such as content, with whose text the chat ends.
+            beside: texts to put before and behind control tokens.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
@@ -220,6 +230,7 @@ class Tokenizer:
             text = text_before(mark, text)
         occurrences = self._control_tokens.find(_valid(text))
         pieces = [_valid(guard.restore(piece)) for piece in _split(text, occurrences)]
+        pieces = self._with_texts(beside, pieces, occurrences)
         begin, *others = self._known_texts.ids_of(
             [pieces[0], *(self._separator + piece for piece in pieces[1:])], salt
         )
@@ -367,6 +378,19 @@ class Tokenizer:
             return self._added_text[token_id].encode()
         piece = self._backend.id_to_token(token_id)
         return b"" if piece is None else piece_bytes(piece, self._spelling)
+
+    def _with_texts(
+        self, beside: Beside | None, pieces: list[str], between: list[Occurrence]
+    ) -> list[str]:
+        """Return the texts around control tokens with what belongs beside these."""
+        if not beside:
+            return pieces
+        texts = {token: beside[word] for word, token in self.mark_ids(beside).items()}
+        for place, occurrence in enumerate(between):
+            before, behind = texts.get(occurrence.token_id, ("", ""))
+            pieces[place] += before
+            pieces[place + 1] = behind + pieces[place + 1]
+        return pieces
 
     def _encode_pieces(
         self, pieces: list[str], between: list[Occurrence], add_special_tokens: bool

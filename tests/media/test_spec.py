@@ -47,7 +47,9 @@ def words_of(spec: ImageProcessorSpec, image: str, height: int, width: int) -> s
     canvases = spec.canvases(height, width)
     segments = spec.segments(canvases)
     assert sum(segment.rows for segment in segments) == spec.rows(canvases)
-    return "".join(segment.text + image * segment.rows for segment in segments)
+    words = "".join(segment.text + image * segment.rows for segment in segments)
+    before, behind = spec.words.beside
+    return before + words + behind
 
 
 def processed(name: str, height: int, width: int) -> Any:

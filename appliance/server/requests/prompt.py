@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
-from appliance.pictures import attached_to, laid_out, read_pictures
+from appliance.pictures import attached_to, laid_out, read_pictures, texts_beside
 from appliance.server.http.errors import BodyTooLargeError
 from appliance.server.requests.conversation import thought_budget
 from appliance.server.requests.pieces import Reading
@@ -81,6 +81,7 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
             add_generation_prompt=chat.begins_answer,
             options=chat.options,
             salt=salt,
+            beside=texts_beside(found, state.pictures),
         )
         ids = write(turns, continues=continued)
         begun = None

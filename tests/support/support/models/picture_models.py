@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,19 @@ class PictureModel:
         words: control tokens of pictures.
         image: what the template writes for one.
         processor: the content of preprocessor_config.json.
+        merges: pairs of pieces that are a token, in the alphabet of bytes.
+        ids: settings of the model, each with the control token whose id it is.
     """
 
     kind: str
     words: tuple[str, ...]
     image: str
     processor: dict[str, Any]
+    merges: tuple[tuple[str, str], ...] = ()
+    ids: dict[str, str] = field(default_factory=dict)
 
 
+_LINE = "\u010a"  # the end of a line in the alphabet of bytes
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
 _QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -72,6 +77,22 @@ PICTURE_MODELS = {
             "image_std": [0.5, 0.5, 0.5],
         },
     ),
+    "gemma3": PictureModel(
+        "gemma3",
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        "{{ '\\n' }}<start_of_image>",
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 56, "width": 56},
+        },
+        # As in Gemma's vocabulary, the longest run of line ends is a token.
+        merges=((_LINE, _LINE), (_LINE * 2, _LINE)),
+        ids={
+            "boi_token_index": "<start_of_image>",
+            "image_token_index": "<image_soft_token>",
+            "eoi_token_index": "<end_of_image>",
+        },
+    ),
 }
 
 
@@ -83,8 +104,9 @@ def write_picture_model(name: str, folder: Path, *, context: int = 512) -> Path:
     found = PICTURE_MODELS[name]
     controls = ["<unk>", "<|im_start|>", "<|im_end|>", *found.words]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {word: place for place, word in enumerate((*controls, *letters))}
-    raw = Tokenizer(models.BPE(vocabulary, []))
+    merged = ["".join(pair) for pair in found.merges]
+    vocabulary = {word: place for place, word in enumerate((*controls, *letters, *merged))}
+    raw = Tokenizer(models.BPE(vocabulary, [*found.merges]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -97,7 +119,8 @@ def write_picture_model(name: str, folder: Path, *, context: int = 512) -> Path:
     tokenizer.save_pretrained(folder)
     case = TOWER_CASES[name]
     sizes = {"vocab_size": len(vocabulary), "max_position_embeddings": context}
-    model = with_tower(replace(case, text=case.text | sizes))
+    ids = {setting: vocabulary[word] for setting, word in found.ids.items()}
+    model = with_tower(replace(case, text=case.text | sizes, whole=case.whole | ids))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(found.processor))
     return folder
