@@ -69,27 +69,31 @@ def asked(llm: LLM, *parts: dict[str, Any]) -> list[int]:
 
 def by_transformers(name: str, folder: Path, *images: Image.Image) -> list[int]:
     """The answer to the images and the question, in the form of the model's template."""
-    settings = {**PICTURE_MODELS[name].processor}
+    found = PICTURE_MODELS[name]
+    settings = {**found.processor}
     made = getattr(transformers, f"{settings.pop('image_processor_type')}Pil")(**settings)(
         images=[*images], return_tensors="pt"
     )
-    rows = [int(grid.prod()) // 4 for grid in made["image_grid_thw"]]
-    marks = "".join(MARKS.replace("<|image_pad|>", "<|image_pad|>" * one) for one in rows)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    if "image_grid_thw" in made:
+        rows = [int(grid.prod()) // 4 for grid in made["image_grid_thw"]]
+    else:
+        of_tile = model.model.get_image_features(made["pixel_values"]).pooler_output.shape[1]
+        rows = [of_tile * int(tiles) for tiles in made.pop("num_patches")]
+    marks = "".join(found.shown.format(found.row * count) for count in rows)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = f"<|im_start|>user {marks}{QUESTION}<|im_end|><|im_start|>"
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    types = (ids == model.config.image_token_id).int()
-    found = model.generate(
-        ids, **made, mm_token_type_ids=types, max_new_tokens=8, do_sample=False, pad_token_id=0
-    )
-    answer: list[int] = found[0, ids.shape[1] :].tolist()
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids(found.row)
+    if "image_grid_thw" in made:
+        made["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    said = model.generate(ids, **made, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    answer: list[int] = said[0, ids.shape[1] :].tolist()
     return answer
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", [name for name, one in PICTURE_MODELS.items() if one.shown])
 def test_images_of_pillow_are_answered_as_transformers_answers(
     name: str, cat: Image.Image, tmp_path: Path
 ) -> None:

@@ -39,6 +39,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor"},
     "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
     "qwen3_5": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 56, "width": 56},
+    },
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",

@@ -92,6 +92,7 @@ class PatchEmbedding:
 
     Attributes:
         table: (side, side, hidden_size) in NumPy; None without one.
+        first_row: (1, hidden_size), before each picture's patches; None without one.
         like: an array of the kind that it works on.
     """
 
@@ -99,12 +100,13 @@ class PatchEmbedding:
     linear: Callable[[Any], Any]
     table: NDArray[np.float32] | None
     norm: CellNorm | None
+    first_row: Any | None
     like: Any
 
     def __call__(
         self, patches: NDArray[np.float32], places: NDArray[np.int64], grid: tuple[int, int]
     ) -> Any:
-        """Map patches (num_patches, inputs) to (num_patches, hidden_size).
+        """Map patches (num_patches, inputs) to (num_rows, hidden_size).
 
         Args:
             places: row and column of each patch, (2, num_patches).
@@ -115,7 +117,9 @@ class PatchEmbedding:
             assert self.spec.table is not None
             positions = fitted(self.table, *grid, self.spec.table.resize)
             stream = stream + arrays.like(self.like, positions[places[0], places[1]])
-        return stream if self.norm is None else self.norm(stream)
+        if self.norm is not None:
+            stream = self.norm(stream)
+        return stream if self.first_row is None else arrays.cat([self.first_row, stream])
 
     @classmethod
     def of(cls, source: TowerSource, make: MakeLinear) -> PatchEmbedding:
@@ -124,15 +128,21 @@ class PatchEmbedding:
             dense(source.load(f"{spec.patch.name}.weight"), "float32"), spec.patch
         )
         bias = dense(source.load(f"{spec.patch.name}.bias"), "float32") if spec.patch.bias else None
+        first = None
+        if spec.first_row:
+            first = dense(source.load(spec.first_row), "float32").reshape(1, -1)
         table = None
         if spec.table is not None:
             stored = dense(source.load(spec.table.name), "float32")
+            stored = stored.reshape(-1, spec.layers.hidden_size)
+            if first is not None:
+                first, stored = first + stored[:1], stored[1:]
             side = spec.table.side
             table = np.asarray(stored).reshape(side, side, -1)
         norm = None
         if spec.first_norm is not None:
             norm = CellNorm.of(source, spec.first_norm_name, spec.first_norm)
-        return cls(spec, make(weight, bias), table, norm, weight)
+        return cls(spec, make(weight, bias), table, norm, first, weight)
 
 
 def _patch_weight(weight: Any, spec: PatchSpec) -> Any:

@@ -10,11 +10,12 @@ import numpy as np
 
 from appliance.errors import CheckpointError
 from appliance.kernels import arrays
+from appliance.kernels.weights.weight import dense
 from appliance.model.families.family import Family
 from appliance.model.source import ModelSource
 from appliance.model.spec import AttentionSpec
 from appliance.model.text_part import TextPart
-from appliance.model.vision.families.family import EMBEDDING, PROJECTOR, TOWER
+from appliance.model.vision.families.family import EMBEDDING, NO_NORM, PROJECTOR, TOWER
 from appliance.model.vision.families.registry import tower_family
 from appliance.model.vision.spec import SeesAhead
 from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
@@ -119,7 +120,8 @@ def _described(config: ConfigReader) -> DecoderSpec:
 class TowerWeights:
     """A `WeightReader` of a tower's tensors, by the names of its family.
 
-    Heads get elements that are 0 where the description has wider ones than the checkpoint.
+    Layer scales multiply the rows of the linears before them, and heads get elements that are 0
+    where the description has wider ones than the checkpoint.
     """
 
     def __init__(
@@ -140,7 +142,18 @@ class TowerWeights:
                 f" here: looked for {looked}; take the folder of the whole model, or serve it"
                 " without pictures"
             )
+        self._made = {
+            f"{EMBEDDING}.weight": np.zeros((1, self._hidden_size), np.float32),
+            f"{NO_NORM}.weight": np.ones(self._hidden_size, np.float32),
+        }
         names, count = family.names, len(spec.layers.layers)
+        scaled = (names.output, names.down)
+        self._scales = {
+            f"{names.in_layer(index, name)}.{kind}": names.in_layer(index, scale)
+            for index in range(count)
+            for name, scale in zip(scaled, spec.scales or (), strict=False)
+            for kind in ("weight", "bias")
+        }
         within = [names.in_layer(index, part) for index in range(count) for part in names.qkv]
         self._into_heads = {f"{name}.{kind}" for name in within for kind in ("weight", "bias")}
         self._out_of_heads = {
@@ -153,11 +166,11 @@ class TowerWeights:
         return self._stored.values()
 
     def tensor_names(self) -> list[str]:
-        return [f"{EMBEDDING}.weight", *self._stored]
+        return [*self._made, *self._stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name == f"{EMBEDDING}.weight":
-            return (1, self._hidden_size)
+        if name in self._made:
+            return self._made[name].shape
         shape = self._weights.shape(self._stored[name])
         wide = self._heads * self._width
         if name in self._into_heads:
@@ -179,10 +192,13 @@ class TowerWeights:
         return found
 
     def load(self, name: str) -> Any:
-        if name == f"{EMBEDDING}.weight":
+        if name in self._made:
             any_norm = self._weights.load(next(iter(self._stored.values())))
-            return arrays.like(any_norm, np.zeros((1, self._hidden_size), np.float32))
+            return arrays.like(any_norm, self._made[name])
         weight = self._weights.load(self._stored[name])
+        if name in self._scales:
+            scale = dense(self.load(self._scales[name]), "float32")
+            weight = dense(weight, "float32") * scale.reshape(-1, *(1,) * (len(weight.shape) - 1))
         if name in self._into_heads:
             return self._widened_rows(weight)
         return self._widened_columns(weight) if name in self._out_of_heads else weight

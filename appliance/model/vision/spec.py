@@ -40,7 +40,7 @@ class PositionTable:
     """Learned positions, (side * side, hidden_size), row by row.
 
     Attributes:
-        name: of the tensor, in full.
+        name: of the tensor, in full; a tower's `first_row` has a position before them.
     """
 
     name: str
@@ -143,6 +143,11 @@ class TowerSpec:
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
         windows: None if patches see all of their picture in every layer.
+        first_row: tensor of a row before each picture's patches that the projector does not read (a
+            class token), whose position is the table's first; empty without one.
+        scales: of a layer, vectors that multiply what attention says and what the MLP says, in full
+            within the layer (layer scale, arXiv 2103.17239); None without.
+        last_norm: the projector reads normed patches; otherwise the stream itself.
     """
 
     layers: DecoderSpec
@@ -156,6 +161,9 @@ class TowerSpec:
     first_norm: NormSpec | None = None
     first_norm_name: str = ""
     windows: PatchWindows | None = None
+    first_row: str = ""
+    scales: tuple[str, str] | None = None
+    last_norm: bool = True
 
     @property
     def runs(self) -> tuple[tuple[int, bool], ...]:

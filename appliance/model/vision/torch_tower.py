@@ -34,11 +34,11 @@ class TorchLayers:
     """A run of a tower's layers in torch; see `tower.Layers`.
 
     Attributes:
-        is_last: the last norm follows.
+        norms: the last norm follows.
     """
 
     decoder: Decoder
-    is_last: bool
+    norms: bool
 
     @torch.inference_mode()
     def __call__(
@@ -60,9 +60,8 @@ class TorchLayers:
         for index, after in enumerate(self.decoder.after_each_layer(ids, ids, batch, cache)):
             hidden, passing = after
             tapped += [passing.float()] if index in taps else []
-        if not self.is_last:
-            return passing.float(), None
-        return hidden.float(), torch.stack(tapped, 1) if tapped else None
+        found = hidden if self.norms else passing
+        return found.float(), torch.stack(tapped, 1) if tapped else None
 
 
 def load_torch_tower(
@@ -84,11 +83,14 @@ def load_torch_tower(
         return BiasedLinear(weight.to(device), None if bias is None else bias.to(device))
 
     bounds = (*(first for first, _ in source.spec.runs), len(decoder.layers))
-    runs = [_run(decoder, first, last) for first, last in pairwise(bounds)]
+    runs = [
+        TorchLayers(_part(decoder, first, last), source.spec.last_norm and last == bounds[-1])
+        for first, last in pairwise(bounds)
+    ]
     return make_tower(source, runs, make)
 
 
-def _run(decoder: Decoder, first: int, last: int) -> TorchLayers:
+def _part(decoder: Decoder, first: int, last: int) -> Decoder:
+    """Return a run of a decoder's layers."""
     norm = decoder.layers[first - 1].next_norm if first else decoder.first_norm
-    part = replace(decoder, layers=decoder.layers[first:last], first_norm=norm)
-    return TorchLayers(part, last == len(decoder.layers))
+    return replace(decoder, layers=decoder.layers[first:last], first_norm=norm)

@@ -85,7 +85,7 @@ class Layers(Protocol):
     def __call__(
         self, stream: Any, axes: NDArray[np.int64], lengths: Sequence[int], taps: Sequence[int]
     ) -> tuple[Any, Any | None]:
-        """Run the layers, and the last norm after the tower's last.
+        """Run the layers, and the last norm after the tower's last if it has one.
 
         Args:
             stream: (num_patches, hidden_size), of all pictures.
@@ -152,12 +152,16 @@ class Tower:
                 for one, where in zip(pictures, places, strict=True)
             ]
         )
-        lengths = [len(one.patches) for one in pictures]
+        first = int(bool(self.spec.first_row))  # rows before each picture's patches
+        lengths = [first + len(one.patches) for one in pictures]
         axes = np.zeros((3, sum(lengths)), np.int64)
-        axes[1:] = np.concatenate(places, 1)
+        axes[1:] = np.concatenate([np.pad(where, ((0, 0), (first, 0))) for where in places], 1)
         taps, tapped = [layer for layer, _ in self.spec.taps], None
         for layers, (_, in_windows) in zip(self.runs, self.spec.runs, strict=True):
             stream, tapped = layers(stream, axes, windows if in_windows else lengths, taps)
+        if first:
+            kept = np.delete(np.arange(len(stream)), [*accumulate(lengths[:-1], initial=0)])
+            stream, lengths = stream[kept], [length - first for length in lengths]
         rows = self.projector(stream)
         addends = None
         if tapped is not None:
@@ -176,12 +180,12 @@ class NativeLayers:
     Keys and values of a layer are read before the next layer's are written, so all share one cache.
 
     Attributes:
-        is_last: the last norm follows.
+        norms: the last norm follows.
     """
 
     decoder: NativeDecoder
     cache: StepCache
-    is_last: bool
+    norms: bool
 
     def __call__(
         self, stream: Any, axes: NDArray[np.int64], lengths: Sequence[int], taps: Sequence[int]
@@ -216,9 +220,9 @@ class NativeLayers:
             batch,
             cache,
             None,
-            hidden=hidden if self.is_last else None,
+            hidden=hidden if self.norms else None,
             given=stream,
-            streams=None if self.is_last else hidden,
+            streams=None if self.norms else hidden,
             layers=tuple(layer + 1 for layer in taps),  # recorded before the layer behind
             recorded=tapped,
         )
@@ -255,7 +259,7 @@ def load_native_tower(
         decoder = load_native(source.layers, engine, dtype, on_progress, part=part)
         for index in range(decoder.model.num_layers):
             decoder.model.layers[index].cache_layer = 0
-        runs.append(NativeLayers(decoder, cache, part.is_last))
+        runs.append(NativeLayers(decoder, cache, part.is_last and source.spec.last_norm))
     return make_tower(source, runs, make)
 
 

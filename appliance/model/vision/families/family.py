@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.reader import ConfigReader, class_defaults
 from appliance.model.families.standard import read_activation
 from appliance.model.spec import (
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 TOWER, PROJECTOR = "tower.", "projector."
 # Of rows that no table gives an embedding.
 EMBEDDING = f"{TOWER}rows"
+# Of a last norm that a tower does not have; see `TowerSpec.last_norm`.
+NO_NORM = f"{TOWER}no_norm"
 HEAD_WIDTH_STEP = 16  # the C library's; narrower heads get elements that are 0
 _MOST_ROWS = 1 << 24
 
@@ -74,6 +77,8 @@ def read_layers(
     inner: int | None = None,
     rope: RopeSpec | None = None,
     attention_bias: bool = True,
+    output_bias: bool | None = None,
+    qk_norm: NormSpec | None = None,
     mlp_bias: bool = True,
     gated: bool = False,
     final_norm: NormSpec | None = None,
@@ -86,6 +91,8 @@ def read_layers(
         width: setting with the width of the stream.
         inner: width of the MLP; None is that of the settings.
         rope: None without rotation.
+        output_bias: None is like that of queries, keys and values.
+        qk_norm: of all heads at once.
         final_norm: None is like the layers'.
     """
     num_heads, hidden_size = config.integer(heads), config.integer(width)
@@ -100,7 +107,9 @@ def read_layers(
         scale=head_dim**-0.5,
         rope=RopeSpec(theta=1e4, rotary_dim=0) if rope is None else rope,
         qkv_bias=attention_bias,
-        output_bias=attention_bias,
+        output_bias=attention_bias if output_bias is None else output_bias,
+        qk_norm=qk_norm,
+        head_norms=HeadNormKind.EACH if qk_norm is None else HeadNormKind.ALL,
         looks_ahead=True,
     )
     inner = config.integer("intermediate_size") if inner is None else inner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.model.vision.families.internvl import INTERNVL
 from appliance.model.vision.families.pixtral import MISTRAL3
 from appliance.model.vision.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from appliance.model.vision.families.qwen3_vl import QWEN3_VL
@@ -22,6 +23,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     QWEN3_VL,
     MISTRAL3,
     GEMMA3,
+    INTERNVL,
 )
 _BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 

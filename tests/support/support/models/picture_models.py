@@ -31,6 +31,9 @@ class PictureModel:
         processor: the content of preprocessor_config.json.
         merges: pairs of pieces that are a token, in the alphabet of bytes.
         ids: settings of the model, each with the control token whose id it is.
+        row: the word that stands for a row.
+        shown: what the processor writes for a picture, with {} for its rows; empty if it is more
+            than words around them.
     """
 
     kind: str
@@ -39,22 +42,26 @@ class PictureModel:
     processor: dict[str, Any]
     merges: tuple[tuple[str, str], ...] = ()
     ids: dict[str, str] = field(default_factory=dict)
+    row: str = ""
+    shown: str = ""
 
 
 _LINE = "\u010a"  # the end of a line in the alphabet of bytes
-_TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
 _QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 PICTURE_MODELS = {
-    "smolvlm": PictureModel(
-        "smolvlm",
-        ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
-        "<image>",
+    "internvl": PictureModel(
+        "internvl",
+        ("<img>", "<IMG_CONTEXT>", "</img>"),
+        "<IMG_CONTEXT>",
         {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "size": {"longest_edge": 112},
-            "max_image_size": {"longest_edge": 56},
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "crop_to_patches": True,
+            "max_patches": 4,
         },
+        row="<IMG_CONTEXT>",
+        shown="<img>{}</img>",
     ),
     "qwen2_5_vl": PictureModel(
         "qwen2_5_vl",
@@ -64,6 +71,8 @@ PICTURE_MODELS = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "size": {"shortest_edge": 28 * 28, "longest_edge": 140 * 140},
         },
+        row="<|image_pad|>",
+        shown=_QWEN_IMAGE.replace("<|image_pad|>", "{}"),
     ),
     "qwen3_vl": PictureModel(
         "qwen3_vl",
@@ -76,6 +85,8 @@ PICTURE_MODELS = {
             "image_mean": [0.5, 0.5, 0.5],
             "image_std": [0.5, 0.5, 0.5],
         },
+        row="<|image_pad|>",
+        shown=_QWEN_IMAGE.replace("<|image_pad|>", "{}"),
     ),
     "gemma3": PictureModel(
         "gemma3",

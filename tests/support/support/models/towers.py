@@ -139,6 +139,18 @@ TOWER_CASES = {
             | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True},
         },
     ),
+    "internvl": TowerCase(
+        "internvl",
+        SIZES | LAYERS | {"image_size": [56, 56], "patch_size": [7, 7], "attention_bias": True},
+        ((8, 8), (8, 8)), as_batch,
+    ),
+    "internvl of 6B": TowerCase(
+        "internvl",
+        SIZES | LAYERS
+        | {"hidden_size": 48, "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
+           "use_qk_norm": True, "norm_type": "rms_norm"},
+        ((6, 6),), as_batch,
+    ),
     "pixtral_gelu": TowerCase(
         "mistral3",
         SIZES | LAYERS | {"model_type": "pixtral", "image_size": 140, "hidden_act": "gelu"},

@@ -1,0 +1,126 @@
+"""InternVL 2.5 to 3.5 as transformers has them: square tiles with a class token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.model.families.standard import read_activation
+from appliance.model.names import TensorNames
+from appliance.model.spec import NormSpec
+from appliance.model.vision.families.family import (
+    EMBEDDING,
+    HEAD_WIDTH_STEP,
+    NO_NORM,
+    PROJECTOR,
+    TOWER,
+    TowerFamily,
+    read_layers,
+)
+from appliance.model.vision.spec import (
+    PatchSpec,
+    PositionTable,
+    ProjectorLinear,
+    ProjectorSpec,
+    Resize,
+    TowerSpec,
+)
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+
+# Defaults of the classes' norms.
+_QK_NORM = NormSpec(1e-6)
+_PROJECTOR_NORM = NormSpec(1e-5, centered=True)
+_NORMS = {"layer_norm": True, "rms_norm": False}  # and if they are centered
+
+
+def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    if whole.value("vision_feature_layer") not in (None, -1):
+        raise whole.refuse("vision_feature_layer", "-1, the last")
+    if whole.value("vision_feature_select_strategy") not in (None, "default"):
+        raise whole.refuse("vision_feature_select_strategy", "default, patches alone")
+    if not config.flag("use_mean_pooling", True):
+        raise config.refuse("use_mean_pooling", "true")
+    if not config.flag("use_absolute_position_embeddings", True):
+        raise config.refuse("use_absolute_position_embeddings", "true")
+    patch = _side(config, "patch_size")
+    act = read_activation(whole, "projector_hidden_act", gated=False)
+    return TowerSpec(
+        layers=read_layers(
+            config,
+            "internvl",
+            NormSpec(config.number("layer_norm_eps"), centered=_is_centered(config)),
+            attention_bias=config.flag("attention_bias"),
+            output_bias=True,
+            qk_norm=_qk_norm(config),
+            final_norm=NormSpec(config.number("layer_norm_eps")),
+        ),
+        patch=PatchSpec(f"{TOWER}embeddings.patch_embeddings.projection", patch),
+        table=PositionTable(
+            f"{TOWER}embeddings.position_embeddings",
+            _side(config, "image_size") // patch,
+            Resize.BICUBIC,
+        ),
+        merge=round(1 / whole.number("downsample_ratio")),
+        projector=ProjectorSpec(
+            (
+                ProjectorLinear(f"{PROJECTOR}linear_1", activation=act),
+                ProjectorLinear(f"{PROJECTOR}linear_2"),
+            ),
+            norm=_PROJECTOR_NORM,
+            norm_name=f"{PROJECTOR}layer_norm",
+        ),
+        first_row=f"{TOWER}embeddings.cls_token",
+        scales=("lambda_1", "lambda_2"),
+        last_norm=False,
+    )
+
+
+def _is_centered(config: ConfigReader) -> bool:
+    kind = config.text("norm_type")
+    if kind not in _NORMS:
+        raise config.refuse("norm_type", ", ".join(_NORMS))
+    return _NORMS[kind]
+
+
+def _qk_norm(config: ConfigReader) -> NormSpec | None:
+    if not config.flag("use_qk_norm"):
+        return None
+    width = config.integer("hidden_size") // config.integer("num_attention_heads")
+    if width % HEAD_WIDTH_STEP:
+        raise config.refuse("use_qk_norm", f"false with heads of {width} elements")
+    return _QK_NORM
+
+
+def _side(config: ConfigReader, key: str) -> int:
+    """Read the side of a square, given once or for height and width."""
+    if not isinstance(config.value(key), list):
+        return config.integer(key)
+    height, width = config.integers(key, 2)
+    if height != width or not height:
+        raise config.refuse(key, "that of a square")
+    return height
+
+
+INTERNVL = TowerFamily(
+    name="internvl",
+    tower_types={"internvl": "internvl_vision"},
+    read=_read,
+    names=TensorNames(
+        embedding=EMBEDDING,
+        final_norm=NO_NORM,
+        layer=f"{TOWER}encoder.layer.{{}}.",
+        mixer_norm="layernorm_before",
+        mlp_norm="layernorm_after",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        query_norm="attention.q_norm",
+        key_norm="attention.k_norm",
+        output="attention.projection_layer",
+        gate_up=("mlp.fc1",),
+        down="mlp.fc2",
+    ),
+    places=(
+        ("model.vision_tower.", "model.multi_modal_projector."),
+        ("vision_tower.", "multi_modal_projector."),
+    ),
+)
