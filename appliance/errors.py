@@ -118,6 +118,14 @@ class ImageError(RequestError):
         super().__init__(message, param=param, code="invalid_image")
 
 
+class ImageFetchError(ImageError):
+    """A picture's address that is not fetched, or does not answer."""
+
+    def __init__(self, message: str, *, param: str | None = "messages") -> None:
+        super().__init__(message, param=param)
+        self.code = "image_fetch_failed"
+
+
 class ImageTooLargeError(ImageError):
     """A picture of too many bytes or pixels."""
 

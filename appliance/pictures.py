@@ -11,6 +11,8 @@ import base64
 import binascii
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ class Attached:
     """A picture of a message as it was sent.
 
     Attributes:
+        data: of its file; empty if it is to be fetched from `url`.
         where: its place in the body.
         detail: OpenAI's: auto, low, high or original.
     """
@@ -44,6 +47,7 @@ class Attached:
     data: bytes
     where: str
     detail: ImageDetail = ImageDetail.AUTO
+    url: str = ""
 
     @property
     def part(self) -> dict[str, Any]:
@@ -64,20 +68,25 @@ def _param_of(where: str) -> str:
 
 
 def of_url(url: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
-    """Take a picture from a data URL.
+    """Take a picture from a data URL, or the address where it is.
 
     Raises:
         RequestError: another URL, or no base64.
     """
-    found = _DATA_URL.match(url)
-    if found is None:
-        raise RequestError(
-            f"{where} is {url[:40]!r}; send the picture itself as a data: URL with base64, since"
-            " addresses are not fetched",
-            param=_param_of(where),
-            code="unsupported_content",
-        )
-    return of_base64(url[found.end() :], where, detail)
+    if found := _DATA_URL.match(url):
+        return of_base64(url[found.end() :], where, detail)
+    if not url.lower().startswith(("http://", "https://")):
+        raise _not_fetched(url, where)
+    return Attached(b"", where, detail, url)
+
+
+def _not_fetched(url: str, where: str) -> RequestError:
+    return RequestError(
+        f"{where} is {url[:40]!r}; send the picture itself as a data: URL with base64, since such"
+        " addresses are not fetched (a server's allow_image_urls names hosts from which they are)",
+        param=_param_of(where),
+        code="unsupported_content",
+    )
 
 
 def detail_of(given: str | None, where: str) -> ImageDetail:
@@ -151,7 +160,7 @@ def read_pictures(
         ImageError: one is damaged, or too large.
         RequestError: the model takes none, or there are too many.
     """
-    found = attached_to(turns)
+    found = [part["image"] for part in image_parts(turns)]
     if not found:
         return list(turns), []
     if reader is None:
@@ -166,22 +175,32 @@ def read_pictures(
             param=_param_of(found[0].where),
             code="too_many_images",
         )
+    for one in found:
+        if one.url:
+            raise _not_fetched(one.url, one.where)
     pictures = [_read(one, reader) for one in found]
     told = [{**turn, "content": _told(turn["content"])} for turn in turns]
     return told, pictures
 
 
 def _read(one: Attached, reader: Pictures) -> Picture:
-    try:
+    with placed(one):
         return reader.read(one.data, one.detail)
+
+
+@contextmanager
+def placed(one: Attached) -> Iterator[None]:
+    """Name a picture's place in errors about it."""
+    try:
+        yield
     except ImageError as error:
         raise type(error)(f"{one.where}: {error.message}", param=_param_of(one.where)) from error
 
 
-def attached_to(turns: Sequence[Turn]) -> list[Attached]:
-    """Return the pictures of messages, in order."""
+def image_parts(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return the parts of messages that are pictures, in order."""
     lists = (turn["content"] for turn in turns if isinstance(turn["content"], list))
-    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
+    return [part for parts in lists for part in parts if part["type"] == "image"]
 
 
 def _told(content: Any) -> Any:

@@ -124,6 +124,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Setting("Largest body of a request.", Group.REQUESTS, unit=Unit.BYTES, low=1024, high=GIB),
     ] = 2 * MIB
+    allow_image_urls: Annotated[
+        str,
+        Setting(
+            "Hosts from which pictures of messages are fetched, such as example.org or"
+            " *.example.org, separated by commas; * allows all, and private addresses only if"
+            " named themselves.",
+            Group.REQUESTS,
+            default_is="none: pictures come in messages",
+        ),
+    ] = ""
     max_connections: Annotated[
         int,
         Setting("Most connections, all clients together.", Group.ADDRESS, low=8, high=10**5),

@@ -45,10 +45,14 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
 
 class BlockSource(msgspec.Struct, kw_only=True):
-    """The text of a document, or the bytes of a picture, whose `media_type` is not relied on."""
+    """The text of a document, or a picture's bytes or address.
+
+    Its `media_type` is not relied on.
+    """
 
     type: str
     data: str | None = None
+    url: str | None = None
     content: Any = None
 
 

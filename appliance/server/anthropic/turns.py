@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from appliance.errors import RequestError
-from appliance.pictures import content_of, of_base64
+from appliance.pictures import content_of, of_base64, of_url
 from appliance.server.anthropic.schema import BlockSource, ContentBlock
 from appliance.server.requests.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
@@ -200,14 +200,16 @@ def _part(block: ContentBlock, where: str) -> dict[str, Any]:
     if block.type != "image":
         return {"type": "text", "text": _text_in(block, where)}
     source = _source(block, where)
-    if source.type != "base64" or source.data is None:
-        raise RequestError(
-            f"{where} has a source of type {source.type[:40]!r}; send the picture itself, as a "
-            "source of type base64 (data): addresses are not fetched, and files are not kept",
-            param="messages",
-            code="unsupported_content",
-        )
-    return of_base64(source.data, f"{where}.source.data").part
+    if source.type == "base64" and source.data is not None:
+        return of_base64(source.data, f"{where}.source.data").part
+    if source.type == "url" and source.url is not None:
+        return of_url(source.url, f"{where}.source.url").part
+    raise RequestError(
+        f"{where} has a source of type {source.type[:40]!r}; send the picture itself, as a source"
+        " of type base64 (data): files are not kept",
+        param="messages",
+        code="unsupported_content",
+    )
 
 
 def _blocks_of(content: str | Sequence[ContentBlock]) -> Sequence[ContentBlock]:

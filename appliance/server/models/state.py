@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.config import ServerConfig
+    from appliance.server.http.image_urls import ImageUrls
     from appliance.server.models.model_state import ModelState
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class ServerState:
         warnings: log lines of this process and the engines, for dashboards.
         use: each key's use against its limits.
         texts: threads for templates and tokenizers.
+        image_urls: fetches pictures from allowed addresses; None if there are none.
     """
 
     config: ServerConfig
@@ -65,12 +67,17 @@ class ServerState:
     keys: KeyRing = field(init=False)
     use: KeyUse = field(init=False)
     texts: TextThreads = field(default_factory=TextThreads)
+    image_urls: ImageUrls | None = None
 
     def __post_init__(self) -> None:
         self.machine = MachineProbe(
             lambda: [one for model in self.models for one in model.engine.replicas]
         )
         self.keys = KeyRing(self.config)
+        if self.config.allow_image_urls:
+            from appliance.server.http.image_urls import ImageUrls  # takes a tenth of a second
+
+            self.image_urls = ImageUrls(self.config.allow_image_urls)
         self.use = KeyUse(self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
         self.keys.observers.append(self.metrics.know_keys)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
-from appliance.pictures import attached_to, laid_out, read_pictures, texts_beside
+from appliance.media.pictures import MAX_BYTES
+from appliance.pictures import (
+    MOST_PICTURES,
+    image_parts,
+    laid_out,
+    placed,
+    read_pictures,
+    texts_beside,
+)
 from appliance.server.http.errors import BodyTooLargeError
+from appliance.server.models.state import PICTURE_BYTES
 from appliance.server.requests.conversation import thought_budget
 from appliance.server.requests.pieces import Reading
 from appliance.server.requests.terms import salt_of
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.picture import PromptPictures
     from appliance.engine.nouns.sampling_params import ThoughtBudget
+    from appliance.server.http.image_urls import ImageUrls
     from appliance.server.models.model_state import ModelState
     from appliance.server.requests.conversation import Conversation
     from appliance.server.requests.tools import Tools
@@ -67,11 +77,14 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
 
     salt = salt_of(state, chat.sampling, owner)
 
-    def encode() -> ChatPrompt:
-        dialect = tokenizer.dialect
+    def attach() -> list[Turn]:
         attached = chat.turns()
         if not chat.is_limited:
             check_texts(attached, chat.size, state.config.max_body_bytes)
+        return attached
+
+    def encode(attached: list[Turn]) -> ChatPrompt:
+        dialect = tokenizer.dialect
         given, found = read_pictures(attached, state.pictures)
         continued = _continued(given, chat)
         turns, definitions = prepare(dialect, given, chat.tools.definitions)
@@ -97,7 +110,28 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
         return ChatPrompt(ids, reading, thinking, budget, continued is not None, pictures)
 
     # Even a chat of short texts can have large tools or options.
-    return await state.texts.run(encode, owner=owner, size=chat.size)
+    run = partial(state.texts.run, owner=owner, size=chat.size)
+    urls = state.server.image_urls
+    if urls is None or state.pictures is None:
+        return await run(lambda: encode(attach()))
+    attached = await run(attach)
+    await _fetch(attached, urls)
+    return await run(lambda: encode(attached))
+
+
+async def _fetch(turns: Sequence[Turn], urls: ImageUrls) -> None:
+    """Put pictures in the place of their addresses."""
+    left = PICTURE_BYTES
+    parts = image_parts(turns)
+    if len(parts) > MOST_PICTURES:
+        return  # and are refused for that
+    for part in parts:
+        one = part["image"]
+        if one.url:
+            with placed(one):
+                data = await urls.fetch(one.url, min(MAX_BYTES, left))
+            left -= len(data)
+            part["image"] = replace(one, data=data, url="")
 
 
 def check_texts(turns: Sequence[Turn], size: int, most: int) -> None:
@@ -112,7 +146,7 @@ def check_texts(turns: Sequence[Turn], size: int, most: int) -> None:
     """
     if size <= most:
         return
-    pictures = sum(len(picture.data) for picture in attached_to(turns))
+    pictures = sum(len(part["image"].data) for part in image_parts(turns))
     rest = size - pictures * 4 // 3 - 2 * pictures // _LINE
     if rest > most:
         raise BodyTooLargeError(f"the body must have at most {most} bytes beside its pictures")

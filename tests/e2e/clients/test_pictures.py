@@ -8,8 +8,11 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -106,7 +109,8 @@ class Clients:
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     folder = tmp_path_factory.mktemp("pictures")
     write_picture_model("qwen3_vl", folder / "model", context=2048)
-    running = Server(folder / "log", str(folder / "model"), "--served-model-name", "tiny")
+    options = ("--served-model-name", "tiny", "--allow-image-urls", "127.0.0.1")
+    running = Server(folder / "log", str(folder / "model"), *options)
     asking = Clients(running.url)
     yield asking
     asking.close()
@@ -362,6 +366,46 @@ def test_pictures_of_tools_are_read(clients: Clients) -> None:
     assert answers[0].image_tokens
 
 
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """Where the coffee is served by another server."""
+    (tmp_path / "coffee.png").write_bytes(png("coffee.png"))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/coffee.png"
+        server.shutdown()
+
+
+def test_pictures_are_fetched_from_hosts_that_the_owner_named(
+    clients: Clients, address: str
+) -> None:
+    question = {"type": "text", "text": QUESTION}
+    wanted = by_chat(clients, png("coffee.png"))
+
+    def asked(url: str) -> list[Said]:
+        chat = {"type": "image_url", "image_url": {"url": url}}
+        item = {"type": "input_image", "image_url": url, "detail": "auto"}
+        block = {"type": "image", "source": {"type": "url", "url": url}}
+        text = {"type": "input_text", "text": QUESTION}
+        return [
+            clients.chat([{"role": "user", "content": [chat, question]}]),
+            clients.responses([{"role": "user", "content": [item, text]}]),
+            clients.messages([{"role": "user", "content": [block, question]}]),
+        ]
+
+    for said in asked(address):
+        assert (said.text, said.prompt_tokens) == (wanted.text, wanted.prompt_tokens)
+    for url, why in (
+        (address.replace("127.0.0.1", "localhost"), "no pictures are fetched from localhost"),
+        (address + "x", "answers 404"),
+        ("file:///etc/passwd", "such addresses are not fetched"),
+    ):
+        status, text = refusal(partial(asked, url))
+        assert status == 400
+        assert why in text
+
+
 def test_a_kept_response_keeps_its_pictures(clients: Clients) -> None:
     create = clients.openai.responses.create
     asked: Any = [
@@ -468,12 +512,12 @@ def test_what_is_not_in_the_request_is_refused_by_name(clients: Clients) -> None
 
     pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
     for (status, text), word in (
-        (chat({"type": "image_url", "image_url": {"url": address}}), "addresses are not fetched"),
+        (chat({"type": "image_url", "image_url": {"url": address}}), "fetched from example.com"),
         (chat({"type": "file", "file": {"file_id": "file-1"}}), "'file'"),
-        (responses({"type": "input_image", "image_url": address}), "addresses are not fetched"),
+        (responses({"type": "input_image", "image_url": address}), "fetched from example.com"),
         (responses({"type": "input_image", "file_id": "file-1"}), "files are not kept"),
         (responses({"type": "input_file", "file_data": "data:,"}), "'input_file'"),
-        (messages({"type": "url", "url": address}), "type 'url'"),
+        (messages({"type": "url", "url": address}), "fetched from example.com"),
         (messages({"type": "file", "file_id": "file-1"}), "type 'file'"),
         (refusal(lambda: clients.messages(asked({"type": "document", "source": pdf}))), "'base64'"),
     ):

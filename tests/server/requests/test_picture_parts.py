@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from appliance.errors import ImageError, RequestError
-from appliance.pictures import of_base64, of_url
+from appliance.media.pictures import Pictures
+from appliance.media.processor_config import image_processor_of
+from appliance.pictures import of_base64, of_url, read_pictures
 from appliance.server.http.errors import BodyTooLargeError
 from appliance.server.requests.prompt import check_texts
 
@@ -50,6 +52,16 @@ def test_base64_is_read_as_clients_write_it(text: str) -> None:
 def test_other_texts_are_refused() -> None:
     with pytest.raises(ImageError, match="here is no base64"):
         of_base64("§" * 8, "here")
-    for url in ("https://example.org/cat.png", "file:///etc/passwd", "data:image/png,raw", ""):
+    for url in ("file:///etc/passwd", "ftp://example.org/a.png", "data:image/png,raw", ""):
         with pytest.raises(RequestError, match="addresses are not fetched"):
             of_url(url, "here")
+
+
+def test_an_address_is_refused_where_nothing_is_fetched() -> None:
+    turns = [{"role": "user", "content": [of_url("https://example.org/cat.png", "here").part]}]
+    spec = image_processor_of(
+        {"image_processor_type": "Qwen2VLImageProcessor"}, {}, {"model_type": "qwen3_vl"}
+    )
+    reader = Pictures(spec)
+    with pytest.raises(RequestError, match=r"here is 'https://example.org/cat.png'; send the pict"):
+        read_pictures(turns, reader)
