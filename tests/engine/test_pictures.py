@@ -39,6 +39,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor"},
     "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
     "qwen3_5": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
+    "glm4v": {"image_processor_type": "Glm4vImageProcessor"},
+    "glm4v_moe": {"image_processor_type": "Glm4vImageProcessor"},
+    "glm_ocr": {"image_processor_type": "Glm46VImageProcessor"},
     "internvl": {
         "image_processor_type": "GotOcr2ImageProcessor",
         "size": {"height": 56, "width": 56},
@@ -120,7 +123,7 @@ def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]
     types = (prompt == IMAGE).int()
     if served.case.kind == "gemma3":
         more["token_type_ids"] = types
-    if served.case.kind.startswith("qwen"):
+    if "image_grid_thw" in more:
         more["mm_token_type_ids"] = types
     served.model.generation_config.eos_token_id = None  # no token ends an answer here
     found = served.model.generate(prompt, **more, max_new_tokens=TOKENS, do_sample=False)

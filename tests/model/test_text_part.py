@@ -15,6 +15,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
 from appliance.model.families.registry import family_of_text
 from appliance.model.families.text_parts import REFUSED_WHOLES, text_settings
+from appliance.model.leftovers import leftovers
 from appliance.model.loader import load_decoder
 from appliance.model.source import ModelSource, open_model
 
@@ -127,6 +128,21 @@ def test_stacked_experts_are_read_inputs_first_as_their_makers_store_them(
     }
     save_file(turned, file, {"format": "pt"})
     assert_answers_as(model, open_model(folder), token_ids)
+
+
+def test_a_layer_that_predicts_a_further_token_is_left_out_where_the_class_ignores_it(
+    save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    model = whole_model("glm_ocr", WHOLES["glm_ocr"])
+    file = (folder := save(model)) / "model.safetensors"
+    tensors = load_file(file)
+    last = [name for name in tensors if ".language_model.layers.2." in name]
+    assert last
+    tensors |= {name.replace("layers.2.", "layers.3."): tensors[name] + 1 for name in last}
+    save_file(tensors, file, {"format": "pt"})
+    source = open_model(folder)
+    assert leftovers(source) == []
+    assert_answers_as(model, source, token_ids)
 
 
 NO_DEFAULTS: dict[str, dict[str, Any]] = {

@@ -71,6 +71,7 @@ RANGES: dict[str, Range] = {
     "embed_dim": _WIDTH,
     "mlp_ratio": Range(1e-2, 1e2),
     "window_size": Range(1, 2**14),
+    "out_hidden_size": _WIDTH,
     "downsample_ratio": Range(1 / 16, 1.0),
     "mrope_section": _HEAD_WIDTH,
     "scale_factor": Range(1, 16),

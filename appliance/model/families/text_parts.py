@@ -62,6 +62,8 @@ FAMILIES_OF_TEXTS: dict[str, TextFamily] = {
     "exaone4_5_text": TextFamily("exaone4"),
     "glm4v_moe_text": TextFamily("glm4_moe"),
     "glm4v_text": TextFamily("glm4", {"attention_bias": True}),
+    # Its class ignores the layer after the last, which predicts a further token.
+    "glm_ocr_text": TextFamily("glm4", {"attention_bias": False, "num_nextn_predict_layers": 1}),
     "kimi_k2": TextFamily("deepseek_v3"),
     "qwen2_5_omni_text": TextFamily("qwen2"),
     "qwen2_5_vl_text": TextFamily("qwen2"),

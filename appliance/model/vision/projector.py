@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,17 +53,40 @@ class CellNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Projector:
-    """Maps a tower's normed patches to rows of a decoder; see `ProjectorSpec`.
+class ProjectorStep:
+    """A linear and what follows it; see `ProjectorLinear`."""
 
-    Attributes:
-        linears: each with its activation.
-    """
+    linear: Callable[[Any], Any]
+    gate: Callable[[Any], Any] | None
+    norm: CellNorm | None
+    activation: Activation | None
+
+    def __call__(self, x: Any) -> Any:
+        """Map cells (num_cells, inputs) to (num_cells, outputs)."""
+        y = self.linear(x)
+        if self.gate is not None:
+            return activated(self.gate(x), self.activation) * y
+        return activated(y if self.norm is None else self.norm(y), self.activation)
+
+    @classmethod
+    def of(
+        cls, source: TowerSource, spec: ProjectorLinear, merge: int, make: MakeLinear
+    ) -> ProjectorStep:
+        gate = None
+        if spec.gate:
+            gate = _linear(source, replace(spec, name=spec.gate), merge, make)
+        norm = None if spec.norm is None else CellNorm.of(source, spec.norm_name, spec.norm)
+        return cls(_linear(source, spec, merge, make), gate, norm, spec.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """Maps a tower's normed patches to rows of a decoder; see `ProjectorSpec`."""
 
     merge: int
     averages: bool
     norm: CellNorm | None
-    linears: tuple[tuple[Callable[[Any], Any], Activation | None], ...]
+    steps: tuple[ProjectorStep, ...]
 
     def __call__(self, patches: Any) -> Any:
         """Map patches (num_patches, hidden_size), cell by cell, to (num_cells, width)."""
@@ -73,8 +96,8 @@ class Projector:
             cells = cells.reshape(len(cells), -1, width).mean(1)
         if self.norm is not None:
             cells = self.norm(cells)
-        for linear, activation in self.linears:
-            cells = activated(linear(cells), activation)
+        for step in self.steps:
+            cells = step(cells)
         return cells
 
     @classmethod
@@ -82,8 +105,8 @@ class Projector:
         cls, source: TowerSource, spec: ProjectorSpec, merge: int, make: MakeLinear
     ) -> Projector:
         norm = None if spec.norm is None else CellNorm.of(source, spec.norm_name, spec.norm)
-        linears = tuple((_linear(source, one, merge, make), one.activation) for one in spec.linears)
-        return cls(merge, spec.averages, norm, linears)
+        steps = tuple(ProjectorStep.of(source, one, merge, make) for one in spec.linears)
+        return cls(merge, spec.averages, norm, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +136,13 @@ class PatchEmbedding:
             grid: rows and columns of the picture.
         """
         stream = self.linear(arrays.like(self.like, patches))
+        if self.norm is not None and self.spec.positions_last:
+            stream = self.norm(stream)
         if self.table is not None:
             assert self.spec.table is not None
             positions = fitted(self.table, *grid, self.spec.table.resize)
             stream = stream + arrays.like(self.like, positions[places[0], places[1]])
-        if self.norm is not None:
+        if self.norm is not None and not self.spec.positions_last:
             stream = self.norm(stream)
         return stream if self.first_row is None else arrays.cat([self.first_row, stream])
 

@@ -72,10 +72,13 @@ class PatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProjectorLinear:
-    """A linear of a projector, and what follows it.
+    """A linear of a projector, and what follows it: act(norm(x)), or act(gate(x)) * x.
 
     Attributes:
         name: without `.weight`.
+        gate: of another linear, whose activated output multiplies this one's; empty without one.
+        norm: of the output, before the activation; None without one.
+        norm_name: without `.weight`.
         stored_transposed: inputs before outputs, under the name alone.
         channels_first: inputs are ordered by channel, then by the patch's place in its cell.
     """
@@ -85,6 +88,9 @@ class ProjectorLinear:
     activation: Activation | None = None
     stored_transposed: bool = False
     channels_first: bool = False
+    gate: str = ""
+    norm: NormSpec | None = None
+    norm_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,7 @@ class TowerSpec:
         text_axes: of a decoder whose rows have three positions; None if they have one.
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
+        positions_last: positions are added after the first norm.
         windows: None if patches see all of their picture in every layer.
         first_row: tensor of a row before each picture's patches that the projector does not read (a
             class token), whose position is the table's first; empty without one.
@@ -160,6 +167,7 @@ class TowerSpec:
     text_axes: TextAxes | None = None
     first_norm: NormSpec | None = None
     first_norm_name: str = ""
+    positions_last: bool = False
     windows: PatchWindows | None = None
     first_row: str = ""
     scales: tuple[str, str] | None = None

@@ -79,6 +79,7 @@ def read_layers(
     attention_bias: bool = True,
     output_bias: bool | None = None,
     qk_norm: NormSpec | None = None,
+    head_norms: HeadNormKind = HeadNormKind.EACH,
     mlp_bias: bool = True,
     gated: bool = False,
     final_norm: NormSpec | None = None,
@@ -92,13 +93,15 @@ def read_layers(
         inner: width of the MLP; None is that of the settings.
         rope: None without rotation.
         output_bias: None is like that of queries, keys and values.
-        qk_norm: of all heads at once.
+        qk_norm: of queries and keys.
         final_norm: None is like the layers'.
     """
     num_heads, hidden_size = config.integer(heads), config.integer(width)
     if hidden_size % num_heads:
         raise config.refuse(heads, f"a divisor of {width}, {hidden_size}")
     head_dim = hidden_size // num_heads
+    if qk_norm is not None and head_dim % HEAD_WIDTH_STEP:
+        raise config.refuse(heads, f"heads of a multiple of {HEAD_WIDTH_STEP} elements, with norms")
     act = read_activation(config, gated=False)
     attention = AttentionSpec(
         num_heads=num_heads,
@@ -109,7 +112,7 @@ def read_layers(
         qkv_bias=attention_bias,
         output_bias=attention_bias if output_bias is None else output_bias,
         qk_norm=qk_norm,
-        head_norms=HeadNormKind.EACH if qk_norm is None else HeadNormKind.ALL,
+        head_norms=HeadNormKind.EACH if qk_norm is None else head_norms,
         looks_ahead=True,
     )
     inner = config.integer("intermediate_size") if inner is None else inner
@@ -152,3 +155,13 @@ def read_text_axes(
     if rope.is_given("mrope_section"):
         time, height, width = rope.integers("mrope_section", 3)
     return TextAxes((time, height, width), interleaved)
+
+
+def read_side(config: ConfigReader, key: str) -> int:
+    """Read the side of a square, given once or for height and width."""
+    if not isinstance(config.value(key), list):
+        return config.integer(key)
+    height, width = config.integers(key, 2)
+    if height != width or not height:
+        raise config.refuse(key, "that of a square")
+    return height

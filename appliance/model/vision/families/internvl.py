@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
     EMBEDDING,
-    HEAD_WIDTH_STEP,
     NO_NORM,
     PROJECTOR,
     TOWER,
     TowerFamily,
     read_layers,
+    read_side,
 )
 from appliance.model.vision.spec import (
     PatchSpec,
@@ -43,7 +44,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
         raise config.refuse("use_mean_pooling", "true")
     if not config.flag("use_absolute_position_embeddings", True):
         raise config.refuse("use_absolute_position_embeddings", "true")
-    patch = _side(config, "patch_size")
+    patch = read_side(config, "patch_size")
     act = read_activation(whole, "projector_hidden_act", gated=False)
     return TowerSpec(
         layers=read_layers(
@@ -52,13 +53,14 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             NormSpec(config.number("layer_norm_eps"), centered=_is_centered(config)),
             attention_bias=config.flag("attention_bias"),
             output_bias=True,
-            qk_norm=_qk_norm(config),
+            qk_norm=_QK_NORM if config.flag("use_qk_norm") else None,
+            head_norms=HeadNormKind.ALL,
             final_norm=NormSpec(config.number("layer_norm_eps")),
         ),
         patch=PatchSpec(f"{TOWER}embeddings.patch_embeddings.projection", patch),
         table=PositionTable(
             f"{TOWER}embeddings.position_embeddings",
-            _side(config, "image_size") // patch,
+            read_side(config, "image_size") // patch,
             Resize.BICUBIC,
         ),
         merge=round(1 / whole.number("downsample_ratio")),
@@ -81,25 +83,6 @@ def _is_centered(config: ConfigReader) -> bool:
     if kind not in _NORMS:
         raise config.refuse("norm_type", ", ".join(_NORMS))
     return _NORMS[kind]
-
-
-def _qk_norm(config: ConfigReader) -> NormSpec | None:
-    if not config.flag("use_qk_norm"):
-        return None
-    width = config.integer("hidden_size") // config.integer("num_attention_heads")
-    if width % HEAD_WIDTH_STEP:
-        raise config.refuse("use_qk_norm", f"false with heads of {width} elements")
-    return _QK_NORM
-
-
-def _side(config: ConfigReader, key: str) -> int:
-    """Read the side of a square, given once or for height and width."""
-    if not isinstance(config.value(key), list):
-        return config.integer(key)
-    height, width = config.integers(key, 2)
-    if height != width or not height:
-        raise config.refuse(key, "that of a square")
-    return height
 
 
 INTERNVL = TowerFamily(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.model.vision.families.glm4v import GLM4V
 from appliance.model.vision.families.internvl import INTERNVL
 from appliance.model.vision.families.pixtral import MISTRAL3
 from appliance.model.vision.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -24,6 +25,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     MISTRAL3,
     GEMMA3,
     INTERNVL,
+    GLM4V,
 )
 _BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 

@@ -50,6 +50,17 @@ _LINE = "\u010a"  # the end of a line in the alphabet of bytes
 _QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 PICTURE_MODELS = {
+    "glm4v": PictureModel(
+        "glm4v",
+        ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 140 * 140},
+        },
+        row="<|image|>",
+        shown="<|begin_of_image|>{}<|end_of_image|>",
+    ),
     "internvl": PictureModel(
         "internvl",
         ("<img>", "<IMG_CONTEXT>", "</img>"),

@@ -83,7 +83,10 @@ def as_naflex(grids: list[np.ndarray]) -> dict[str, Any]:
 
 _QWEN = {"hidden_size": 40, "intermediate_size": 56, "num_heads": 2, "depth": 4}
 _QWEN |= {"out_hidden_size": 64, "num_position_embeddings": 25}
+_GLM = {"hidden_size": 40, "intermediate_size": 96, "num_heads": 2, "depth": 3}
+_GLM |= {"out_hidden_size": 64, "image_size": 70}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+_HALF_ROPE = _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 TOWER_CASES = {
     "smolvlm": TowerCase(
         "smolvlm", SIZES | LAYERS | {"image_size": 56, "patch_size": 7}, ((8, 8), (8, 8)),
@@ -135,9 +138,24 @@ TOWER_CASES = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
-            "rope_parameters": _ROPE
-            | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+            "rope_parameters": _HALF_ROPE | {"mrope_interleaved": True},
         },
+    ),
+    "glm4v": TowerCase(
+        "glm4v", _GLM, ((6, 8), (2, 2), (10, 2)), as_cells,
+        text={"rope_parameters": _HALF_ROPE},
+    ),
+    "glm4v_moe": TowerCase(
+        "glm4v_moe", _GLM | {"attention_bias": True}, ((6, 8), (10, 2)), as_cells,
+        text={
+            "rope_parameters": _HALF_ROPE,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        },
+    ),
+    "glm_ocr": TowerCase(
+        "glm_ocr", _GLM | {"hidden_size": 32}, ((6, 8), (2, 2), (10, 2)), as_cells,
+        text={"rope_parameters": _ROPE},
     ),
     "internvl": TowerCase(
         "internvl",
