@@ -298,7 +298,7 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": meta.integer("context_length"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_factors(meta, file) or gguf_rope_scaling(meta),
-        "rope_parameters": {"rope_type": "default"},  # without scaling
+        "rope_parameters": {"rope_type": "default", **_sections(meta)},  # without scaling
         "partial_rotary_factor": rotary_dim / head_dim,
         "tie_word_embeddings": "output.weight" not in names,
     }
@@ -307,6 +307,12 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         if type(token_id) is int and 0 <= token_id < vocab_size:  # 2^32 - 1 is none
             config[key] = token_id
     return config
+
+
+def _sections(meta: ConfigReader) -> dict[str, Any]:
+    """Read the shares of time, height and width in the frequencies, which pictures need."""
+    sections = meta.value("rope.dimension_sections")
+    return {"mrope_section": sections[:3]} if isinstance(sections, list) else {}
 
 
 def num_layers(meta: ConfigReader) -> int:

@@ -75,6 +75,7 @@ RANGES: dict[str, Range] = {
     "downsample_ratio": Range(1 / 16, 1.0),
     "mrope_section": _HEAD_WIDTH,
     "scale_factor": Range(1, 16),
+    "projector.scale_factor": Range(1, 16),
     "downsample_factor": Range(1, 16),
     "depth": _LAYERS,
     "num_heads": _HEADS,

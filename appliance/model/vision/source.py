@@ -17,18 +17,18 @@ from appliance.model.spec import AttentionSpec
 from appliance.model.text_part import TextPart
 from appliance.model.vision.families.family import EMBEDDING, NO_NORM, PROJECTOR, TOWER
 from appliance.model.vision.families.registry import tower_family
+from appliance.model.vision.mmproj import described_elsewhere, read_projector
 from appliance.model.vision.spec import SeesAhead
 from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder, read_config
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
     from typing import Any
 
     from appliance.kernels.weights.weight import Weight
-    from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import DecoderSpec, LayerSpec
+    from appliance.model.spec import LayerSpec
     from appliance.model.vision.families.family import TowerFamily
     from appliance.model.vision.spec import TextAxes, TowerSpec
     from appliance.quant.formats import WeightReader
@@ -67,13 +67,42 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
         return None
     folder = SafetensorsFolder(path, in_torch=in_torch)
     spec = family.spec(folder.config, str(path / CONFIG_NAME))
-    weights = TowerWeights(open_weights(folder), family, spec, path.name)
-    described = Family(
-        family.name, next(iter(family.tower_types.values())), (), _described, family.names
-    )
+    weights = open_weights(folder)
+    stored = _stored_names(family, spec, weights.tensor_names())
+    if not stored:
+        patch = f"{spec.patch.name}.weight".removeprefix(TOWER)
+        looked = ", ".join(f"{tower}{patch}" for tower, _ in family.places)
+        raise CheckpointError(
+            f"{path.name}: {CONFIG_NAME} describes a vision tower, and none of its tensors is"
+            f" here: looked for {looked}; take the folder of the whole model, or serve it"
+            " without pictures"
+        )
     config = dict(folder.config.get("vision_config") or {})
-    layers = ModelSource(path, described, config, spec.layers, weights)
-    return TowerSource(spec, layers, weights)
+    return _source_of(path, family, spec, TowerWeights(weights, family, spec, stored), config)
+
+
+def open_projector(path: Path, text: ModelSource, *, in_torch: bool = True) -> TowerSource:
+    """Open the tower in a GGUF projector file, for the text of a GGUF model.
+
+    Raises:
+        CheckpointError: the file is damaged, lacks something, or is of another model.
+        UnsupportedModelError: its type or a setting is not supported.
+    """
+    family, spec, weights = read_projector(path, text, in_torch=in_torch)
+    stored = {name: name for name in weights.tensor_names()}
+    return _source_of(path, family, spec, TowerWeights(weights, family, spec, stored), {})
+
+
+def _source_of(
+    path: Path,
+    family: TowerFamily,
+    spec: TowerSpec,
+    weights: TowerWeights,
+    config: dict[str, Any],
+) -> TowerSource:
+    kind = next(iter(family.tower_types.values()))
+    described = Family(family.name, kind, (), described_elsewhere, family.names)
+    return TowerSource(spec, ModelSource(path, described, config, spec.layers, weights), weights)
 
 
 def beside_tower(source: ModelSource, tower: TowerSource) -> ModelSource:
@@ -113,35 +142,29 @@ def _seeing(ahead: SeesAhead, mixer: AttentionSpec) -> AttentionSpec:
     return replace(mixer, sees_picture=ahead is SeesAhead.EVERYWHERE or mixer.window is not None)
 
 
-def _described(config: ConfigReader) -> DecoderSpec:
-    raise AssertionError("a tower's layers are described by its own family")
-
-
 class TowerWeights:
     """A `WeightReader` of a tower's tensors, by the names of its family.
 
     Layer scales multiply the rows of the linears before them, and heads get elements that are 0
-    where the description has wider ones than the checkpoint.
+    where the description has wider ones than the checkpoint; such linears lose codes that they are
+    stored in.
+
+    Args:
+        stored: names that `weights` knows, by the family's.
     """
 
     def __init__(
-        self, weights: WeightReader, family: TowerFamily, spec: TowerSpec, origin: str
+        self,
+        weights: WeightReader,
+        family: TowerFamily,
+        spec: TowerSpec,
+        stored: Mapping[str, str],
     ) -> None:
-        self._weights = weights
+        self._weights, self._stored = weights, stored
         self._hidden_size = spec.layers.hidden_size
         attention = spec.layers.layers[0].mixer
         assert isinstance(attention, AttentionSpec)
         self._heads, self._width = attention.num_heads, attention.head_dim
-        present = weights.tensor_names()
-        self._stored = _stored_names(family, spec, present)
-        if not self._stored:
-            patch = f"{spec.patch.name}.weight".removeprefix(TOWER)
-            looked = ", ".join(f"{tower}{patch}" for tower, _ in family.places)
-            raise CheckpointError(
-                f"{origin}: {CONFIG_NAME} describes a vision tower, and none of its tensors is"
-                f" here: looked for {looked}; take the folder of the whole model, or serve it"
-                " without pictures"
-            )
         self._made = {
             f"{EMBEDDING}.weight": np.zeros((1, self._hidden_size), np.float32),
             f"{NO_NORM}.weight": np.ones(self._hidden_size, np.float32),
@@ -159,6 +182,11 @@ class TowerWeights:
         self._out_of_heads = {
             f"{names.in_layer(index, names.output)}.weight" for index in range(count)
         }
+        self._widened: set[str] = set()
+        if self._width != self._hidden_size // self._heads:
+            self._widened = self._into_heads | self._out_of_heads
+        self._changed = self._widened | self._scales.keys()
+        self._norm = f"{names.in_layer(0, names.mixer_norm)}.weight"
 
     @property
     def stored(self) -> Iterable[str]:
@@ -188,26 +216,29 @@ class TowerWeights:
         return self._of(name, self._weights.float_bits)
 
     def _of(self, name: str, asked: Any) -> int | None:
-        found: int | None = asked(self._stored[name]) if name in self._stored else None
+        if name in self._changed or name not in self._stored:
+            return None
+        found: int | None = asked(self._stored[name])
         return found
 
     def load(self, name: str) -> Any:
         if name in self._made:
-            any_norm = self._weights.load(next(iter(self._stored.values())))
-            return arrays.like(any_norm, self._made[name])
+            norm = self._weights.load(self._stored[self._norm])
+            return arrays.like(norm, self._made[name])
         weight = self._weights.load(self._stored[name])
+        if name in self._changed and not arrays.is_array(weight):
+            weight = dense(weight, "float32")
         if name in self._scales:
             scale = dense(self.load(self._scales[name]), "float32")
             weight = dense(weight, "float32") * scale.reshape(-1, *(1,) * (len(weight.shape) - 1))
-        if name in self._into_heads:
-            return self._widened_rows(weight)
-        return self._widened_columns(weight) if name in self._out_of_heads else weight
+        if name in self._widened:
+            into = name in self._into_heads
+            return self._widened_rows(weight) if into else self._widened_columns(weight)
+        return weight
 
     def _widened_rows(self, weight: Any) -> Any:
         parts = weight.shape[0] // self._hidden_size
         narrow = self._hidden_size // self._heads
-        if narrow == self._width:
-            return weight
         turned = weight.reshape(parts * self._heads, narrow, -1).swapaxes(1, 2)
         wide = arrays.padded(turned, self._width - narrow).swapaxes(1, 2)
         return wide.reshape(-1, *weight.shape[1:])

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.gguf.projector_files import TYPES, write_projector
 from support.models.native_models import LIBRARY
-from support.models.towers import TOWER_CASES, TowerCase, with_tower
+from support.models.towers import TOWER_CASES, TowerCase, text_of, with_tower
 
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.model.vision.positions import patch_places
-from appliance.model.vision.source import open_tower
+from appliance.model.vision.source import open_projector, open_tower
 from appliance.model.vision.torch_tower import load_torch_tower
 from appliance.model.vision.tower import PatchGrid, load_native_tower
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from appliance.model.vision.source import TowerSource
     from appliance.model.vision.tower import Tower
 
 
@@ -66,26 +68,40 @@ def as_picture(grid: np.ndarray, tower: Tower) -> PatchGrid:
     return PatchGrid(np.ascontiguousarray(patches.reshape(len(patches), -1)), rows, columns)
 
 
-def native_tower(folder: Path) -> Tower:
-    source = open_tower(folder, in_torch=False)
+def native_tower(source: TowerSource | None) -> Tower:
     assert source is not None
     return load_native_tower(source, NativeEngine(LIBRARY, 2), np.float32)
 
 
-def torch_tower(folder: Path) -> Tower:
-    source = open_tower(folder)
+def torch_tower(source: TowerSource | None) -> Tower:
     assert source is not None
     return load_torch_tower(source, torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("load", [native_tower, torch_tower])
+LOADERS = {"native": native_tower, "torch": torch_tower}
+PROJECTORS = [name for name, case in TOWER_CASES.items() if case.kind in TYPES]
+PROCESSOR = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"longest_edge": 112}}
+
+
+@pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize("name", TOWER_CASES)
-def test_rows_are_those_of_transformers(
-    name: str, load: Callable[[Path], Tower], save: Callable[[Any], Path]
+def test_rows_are_those_of_transformers(name: str, load: str, save: Callable[[Any], Path]) -> None:
+    case = TOWER_CASES[name]
+    model = with_tower(case)
+    source = open_tower(save(model), in_torch=load == "torch")
+    assert_rows(LOADERS[load](source), case, model)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize("name", PROJECTORS)
+def test_rows_of_projector_files_are_those_of_transformers(
+    name: str, load: str, save: Callable[[Any], Path], tmp_path: Path
 ) -> None:
     case = TOWER_CASES[name]
     model = with_tower(case)
-    assert_rows(load(save(model)), case, model)
+    file = write_projector(tmp_path / "mmproj-F32.gguf", model, PROCESSOR)
+    source = open_projector(file, text_of(save(model), case.kind), in_torch=load == "torch")
+    assert_rows(LOADERS[load](source), case, model)
 
 
 @pytest.mark.parametrize("name", TOWER_CASES)
@@ -96,4 +112,4 @@ def test_names_of_the_classes_are_read_too(name: str, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     tensors = {key: value.clone() for key, value in model.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert_rows(native_tower(tmp_path), case, model)
+    assert_rows(native_tower(open_tower(tmp_path, in_torch=False)), case, model)

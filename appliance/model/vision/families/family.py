@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from appliance.errors import CheckpointError
 from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.reader import ConfigReader, class_defaults
 from appliance.model.families.standard import read_activation
+from appliance.model.names import TensorNames
 from appliance.model.spec import (
     AttentionSpec,
     AxisFrequencies,
@@ -22,7 +24,7 @@ from appliance.model.vision.spec import TextAxes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from appliance.model.names import TensorNames
+    from appliance.gguf import GGUFFile
     from appliance.model.vision.spec import TowerSpec
 
 # Where names of families begin, whatever a checkpoint calls the parts.
@@ -33,6 +35,99 @@ EMBEDDING = f"{TOWER}rows"
 NO_NORM = f"{TOWER}no_norm"
 HEAD_WIDTH_STEP = 16  # the C library's; narrower heads get elements that are 0
 _MOST_ROWS = 1 << 24
+CLIP = "clip.vision."  # how a projector file's settings begin
+# llama.cpp's names of the parts of a layer; the others are in a family's mapping.
+CLIP_NAMES = TensorNames(
+    embedding="v.rows",
+    final_norm="v.post_ln",
+    layer="v.blk.{}.",
+    mixer_norm="ln1",
+    mlp_norm="ln2",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    output="attn_out",
+    gate_up=("ffn_up",),
+    down="ffn_down",
+)
+
+
+class ClipSettings(ConfigReader):
+    """Settings of a projector file, without `CLIP`.
+
+    Attributes:
+        tensors: shapes by name, for what the settings leave out.
+    """
+
+    if_wrong = if_missing = "fetch the projector file again, or convert it with a newer llama.cpp"
+
+    def __init__(self, file: GGUFFile) -> None:
+        values = {
+            key.removeprefix(CLIP).removeprefix("clip."): value
+            for key, value in file.metadata.items()
+        }
+        super().__init__(values, f"{file.path.name}: clip.vision")
+        self.tensors = {name: file.shape(name) for name in file.tensor_names()}
+
+    def layers_of_tower(self) -> dict[str, Any]:
+        """Read what all towers have, under the names of most classes."""
+        return {
+            "hidden_size": self.integer("embedding_length"),
+            "intermediate_size": self.integer("feed_forward_length"),
+            "num_hidden_layers": self.integer("block_count"),
+            "num_attention_heads": self.integer("attention.head_count"),
+            "patch_size": self.integer("patch_size"),
+            "image_size": self.integer("image_size"),
+            "layer_norm_eps": self.number("attention.layer_norm_epsilon"),
+            "hidden_act": self.activation("gelu_pytorch_tanh"),
+        }
+
+    def activation(self, gelu: str) -> str:
+        """Return the MLPs' activation; the files tell GELU's two forms by the projector alone."""
+        if self.flag("use_silu"):
+            return "silu"
+        return gelu if self.flag("use_gelu") else "quick_gelu"
+
+    def table_rows(self) -> int:
+        """Return the number of learned positions.
+
+        Raises:
+            CheckpointError: the file has none.
+        """
+        shape = self.tensors.get("v.position_embd.weight")
+        if shape is None:
+            raise CheckpointError(
+                f"{self.origin.partition(':')[0]}: tensor v.position_embd.weight is missing;"
+                f" {self.if_missing}"
+            )
+        return shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ClipMapping:
+    """Differences between a family's projector files of llama.cpp and its folders.
+
+    Norms are stored with their offset added, patches channel by channel, and each frame of a patch
+    as a tensor of its own; see `vision.mmproj`.
+
+    Attributes:
+        projector: value of `clip.projector_type`.
+        wholes: `model_type` of the whole, by the GGUF architecture of its text.
+        settings: makes the whole's settings, of which `vision_config` is one.
+        outside: names around the layers, by the family's, both without `.weight` and `.bias`; `{}`
+            is a tap's place here and its layer there.
+        names: of the layers' tensors and the last norm.
+        interleaved_rope: as in `GGUFMapping`.
+        tapped: those of `wholes` whose towers have taps.
+        always: architectures of texts that always have a tower.
+    """
+
+    projector: str
+    wholes: Mapping[str, str]
+    settings: Callable[[ClipSettings], dict[str, Any]]
+    outside: Mapping[str, str]
+    names: TensorNames = CLIP_NAMES
+    interleaved_rope: bool = False
+    tapped: frozenset[str] = frozenset()
+    always: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +140,7 @@ class TowerFamily:
         read: reads the whole's config and the tower's.
         names: of the tower's layers; all begin with `TOWER`.
         places: prefixes of tower and projector in checkpoints, newest first.
+        clip: reads its GGUF projector files; None if they are not read.
     """
 
     name: str
@@ -52,6 +148,7 @@ class TowerFamily:
     read: Callable[[ConfigReader, ConfigReader], TowerSpec]
     names: TensorNames
     places: tuple[tuple[str, str], ...]
+    clip: ClipMapping | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> TowerSpec:
         """Build the tower's spec from a whole model's config.

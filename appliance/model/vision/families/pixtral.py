@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.reader import class_defaults, text_type
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import AxisFrequencies, NormSpec, RopeSpec
 from appliance.model.vision.families.family import (
+    CLIP_NAMES,
     EMBEDDING,
     PROJECTOR,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_layers,
 )
@@ -67,6 +71,14 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
     )
 
 
+def _clip(clip: ClipSettings) -> dict[str, Any]:
+    return {
+        "vision_config": clip.layers_of_tower() | {"hidden_act": clip.activation("gelu")},
+        "spatial_merge_size": clip.integer("spatial_merge_size", 1),
+        "multimodal_projector_bias": "mm.1.bias" in clip.tensors,
+    }
+
+
 MISTRAL3 = TowerFamily(
     name="mistral3",
     tower_types={"mistral3": "pixtral"},
@@ -85,5 +97,20 @@ MISTRAL3 = TowerFamily(
     places=(
         ("model.vision_tower.", "model.multi_modal_projector."),
         ("vision_tower.", "multi_modal_projector."),
+    ),
+    clip=ClipMapping(
+        "pixtral",
+        {"llama": "mistral3", "mistral3": "mistral3"},
+        _clip,
+        {
+            f"{TOWER}patch_conv": "v.patch_embd",
+            f"{TOWER}ln_pre": "v.pre_ln",
+            f"{PROJECTOR}patch_merger.merging_layer": "mm.patch_merger",
+            f"{PROJECTOR}linear_1": "mm.1",
+            f"{PROJECTOR}linear_2": "mm.2",
+        },
+        names=replace(CLIP_NAMES, final_norm="mm.input_norm", gate_up=("ffn_gate", "ffn_up")),
+        interleaved_rope=True,
+        always=frozenset({"mistral3"}),
     ),
 )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.activation import Activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
+    CLIP_NAMES,
     EMBEDDING,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_axial_rope,
     read_layers,
@@ -76,6 +80,27 @@ def _merger(prefix: str, *, normed: bool = False) -> ProjectorSpec:
     )
 
 
+def _clip(clip: ClipSettings) -> dict[str, Any]:
+    vision = clip.layers_of_tower()
+    tapped = clip.value("is_deepstack_layers", [])
+    return {
+        "vision_config": vision
+        | {
+            "depth": vision["num_hidden_layers"],
+            "num_heads": vision["num_attention_heads"],
+            "num_position_embeddings": clip.table_rows(),
+            "spatial_merge_size": clip.integer("spatial_merge_size", 2),
+            "deepstack_visual_indexes": [layer for layer, is_tap in enumerate(tapped) if is_tap],
+        }
+    }
+
+
+_CLIP_WHOLES = {
+    "qwen3vl": "qwen3_vl",
+    "qwen3vlmoe": "qwen3_vl_moe",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+}
 QWEN3_VL = TowerFamily(
     name="qwen3_vl",
     tower_types={
@@ -97,4 +122,21 @@ QWEN3_VL = TowerFamily(
         down="mlp.linear_fc2",
     ),
     places=(("model.visual.", ""), ("visual.", "")),
+    clip=ClipMapping(
+        "qwen3vl_merger",
+        _CLIP_WHOLES,
+        _clip,
+        {
+            f"{TOWER}patch_embed.proj": "v.patch_embd",
+            f"{TOWER}pos_embed": "v.position_embd",
+            f"{TOWER}merger.linear_fc1": "mm.0",
+            f"{TOWER}merger.linear_fc2": "mm.2",
+            f"{TOWER}deepstack_merger_list.{{}}.norm": "v.deepstack.{}.norm",
+            f"{TOWER}deepstack_merger_list.{{}}.linear_fc1": "v.deepstack.{}.fc1",
+            f"{TOWER}deepstack_merger_list.{{}}.linear_fc2": "v.deepstack.{}.fc2",
+        },
+        names=replace(CLIP_NAMES, qkv=("attn_qkv",)),
+        tapped=frozenset({"qwen3_vl", "qwen3_vl_moe"}),
+        always=frozenset(_CLIP_WHOLES),
+    ),
 )

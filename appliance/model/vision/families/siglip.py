@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
@@ -12,6 +12,8 @@ from appliance.model.vision.families.family import (
     EMBEDDING,
     PROJECTOR,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_layers,
 )
@@ -103,12 +105,46 @@ def _read_lfm2(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
     )
 
 
+_CLIP_OUTSIDE = {
+    _PATCH: "v.patch_embd",
+    f"{TOWER}embeddings.position_embedding": "v.position_embd",
+}
+
+
+def _clip_idefics3(clip: ClipSettings) -> dict[str, Any]:
+    return {
+        "vision_config": clip.layers_of_tower(),
+        "scale_factor": clip.integer("projector.scale_factor"),
+    }
+
+
+def _clip_gemma3(clip: ClipSettings) -> dict[str, Any]:
+    vision = clip.layers_of_tower()
+    rows = vision["image_size"] // vision["patch_size"] // clip.integer("projector.scale_factor", 4)
+    return {"vision_config": vision, "mm_tokens_per_image": rows**2}
+
+
+def _clip_lfm2(clip: ClipSettings) -> dict[str, Any]:
+    return {
+        "vision_config": clip.layers_of_tower() | {"num_patches": clip.table_rows()},
+        "downsample_factor": clip.integer("projector.scale_factor", 2),
+        "projector_bias": "mm.1.bias" in clip.tensors,
+        "projector_use_layernorm": "mm.input_norm.weight" in clip.tensors,
+    }
+
+
 IDEFICS3 = TowerFamily(
     name="idefics3",
     tower_types={"idefics3": "idefics3_vision", "smolvlm": "smolvlm_vision"},
     read=_read_idefics3,
     names=_NAMES,
     places=(("model.vision_model.", "model.connector."),),
+    clip=ClipMapping(
+        "idefics3",
+        {"llama": "smolvlm"},
+        _clip_idefics3,
+        _CLIP_OUTSIDE | {f"{PROJECTOR}modality_projection.proj": "mm.model.fc"},
+    ),
 )
 GEMMA3 = TowerFamily(
     name="gemma3",
@@ -120,6 +156,16 @@ GEMMA3 = TowerFamily(
         ("vision_tower.vision_model.", "multi_modal_projector."),
         ("vision_tower.", "multi_modal_projector."),
     ),
+    clip=ClipMapping(
+        "gemma3",
+        {"gemma3": "gemma3"},
+        _clip_gemma3,
+        _CLIP_OUTSIDE
+        | {
+            f"{PROJECTOR}mm_input_projection_weight": "mm.input_projection.weight",
+            f"{PROJECTOR}mm_soft_emb_norm": "mm.soft_emb_norm",
+        },
+    ),
 )
 LFM2_VL = TowerFamily(
     name="lfm2_vl",
@@ -129,5 +175,16 @@ LFM2_VL = TowerFamily(
     places=(
         ("model.vision_tower.", "model.multi_modal_projector."),
         ("model.vision_tower.vision_model.", "model.multi_modal_projector."),
+    ),
+    clip=ClipMapping(
+        "lfm2",
+        {"lfm2": "lfm2_vl", "lfm2moe": "lfm2_vl"},
+        _clip_lfm2,
+        _CLIP_OUTSIDE
+        | {
+            f"{PROJECTOR}layer_norm": "mm.input_norm",
+            f"{PROJECTOR}linear_1": "mm.1",
+            f"{PROJECTOR}linear_2": "mm.2",
+        },
     ),
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from support.models.whole_models import TEXT
 
+from appliance.model.source import open_model
 from appliance.model.vision.positions import patch_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from appliance.model.source import ModelSource
 
 SIZES: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 2}
 LAYERS: dict[str, Any] = {"num_hidden_layers": 3}
@@ -202,3 +206,16 @@ def with_tower(case: TowerCase, seed: int = 1) -> Any:
             else:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+# Architectures of GGUF files of texts whose folders are read as another family's.
+_ARCHITECTURES = {"qwen3_vl": "qwen3vl", "mistral3": "mistral3"}
+
+
+def text_of(folder: Path, kind: str) -> ModelSource:
+    """The text of a folder's model, as if it had come from a GGUF file."""
+    text = open_model(folder, in_torch=False)
+    mapping = text.family.gguf
+    assert mapping is not None
+    mapping = replace(mapping, architecture=_ARCHITECTURES.get(kind, mapping.architecture))
+    return replace(text, family=replace(text.family, gguf=mapping))

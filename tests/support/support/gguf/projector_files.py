@@ -1,0 +1,156 @@
+"""GGUF projector files (`mmproj`) of small models, as llama.cpp's converter writes them.
+
+Settings and transforms are those of conversion/base.py (MmprojModel), smolvlm.py, gemma.py,
+lfm2.py, llava.py and qwen3vl.py; names of tensors are gguf's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gguf import GGMLQuantizationType, GGUFType
+from gguf.constants import Keys, VisionProjectorType
+from support.gguf.gguf_files import known_name, write_gguf_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TYPES = {
+    "smolvlm": VisionProjectorType.IDEFICS3,
+    "idefics3": VisionProjectorType.IDEFICS3,
+    "gemma3": VisionProjectorType.GEMMA3,
+    "lfm2_vl": VisionProjectorType.LFM2,
+    "qwen3_vl": VisionProjectorType.QWEN3VL,
+    "qwen3_5": VisionProjectorType.QWEN3VL,
+    "mistral3": VisionProjectorType.PIXTRAL,
+}
+_PARTS = ("vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "visual.")
+_VISION = Keys.ClipVision
+
+
+def write_projector(
+    path: Path,
+    model: Any,
+    processor: dict[str, Any],
+    packed: Callable[[str, Any], Any] = lambda name, data: None,
+    **changes: Any,
+) -> Path:
+    """Write the tower and projector of a transformers model.
+
+    Args:
+        processor: its image processor's settings, of which the file has some.
+        packed: gives a tensor's type, from its name and numbers; None writes float32.
+        changes: settings by what follows `clip.vision.`; None leaves one out.
+    """
+    settings = _settings(model.config, processor)
+    settings |= {f"clip.vision.{key}": value for key, value in changes.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        own = name.removeprefix("model.")
+        if own.startswith(_PARTS):
+            tensors |= dict(_tensors(own, tensor.detach(), model.config))
+    if model.config.model_type == "mistral3":
+        table = model.get_input_embeddings().weight.detach()
+        tensors["v.token_embd.img_break"] = table[12]
+    present = {f".{key}": value for key, value in settings.items() if value is not None}
+    return write_gguf_file(path, "clip", present, tensors, packed)
+
+
+def q8_0(name: str, data: Any) -> GGMLQuantizationType | None:
+    """What `--outtype q8_0` stores in 8 bits: matrices that blocks of 32 fill, patches apart."""
+    kept = "patch_embd" in name or "patch_merger" in name or "position_embd" in name
+    if kept or "input_projection" in name or data.ndim != 2 or data.shape[1] % 32:
+        return None
+    return GGMLQuantizationType.Q8_0
+
+
+def f16(name: str, data: Any) -> GGMLQuantizationType | None:
+    """What `--outtype f16` stores in 16 bits."""
+    return GGMLQuantizationType.F16 if data.ndim > 1 and "position" not in name else None
+
+
+def bf16(name: str, data: Any) -> GGMLQuantizationType | None:
+    """What `--outtype bf16` stores in 16 bits."""
+    kept = "position" in name or "patch" in name
+    return GGMLQuantizationType.BF16 if data.ndim > 1 and not kept else None
+
+
+def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
+    kind, vision = config.model_type, config.vision_config
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    found: dict[str, Any] = {
+        "general.type": GGUFType.MMPROJ,
+        Keys.Clip.HAS_VISION_ENCODER: True,
+        Keys.Clip.PROJECTOR_TYPE: str(TYPES[kind]),
+        _VISION.PROJECTION_DIM: config.get_text_config().hidden_size,
+        _VISION.PATCH_SIZE: vision.patch_size,
+        _VISION.EMBEDDING_LENGTH: vision.hidden_size,
+        _VISION.FEED_FORWARD_LENGTH: vision.intermediate_size,
+        _VISION.BLOCK_COUNT: depth,
+        _VISION.Attention.HEAD_COUNT: getattr(vision, "num_heads", None)
+        or vision.num_attention_heads,
+        _VISION.IMAGE_SIZE: getattr(vision, "image_size", 256),
+        _VISION.IMAGE_MEAN: processor["image_mean"],
+        _VISION.IMAGE_STD: processor["image_std"],
+        _VISION.Attention.LAYERNORM_EPS: getattr(vision, "layer_norm_eps", 1e-5),
+        _VISION.USE_GELU: True,
+    }
+    if kind.startswith("qwen"):
+        found[_VISION.IMAGE_SIZE] = int(vision.num_position_embeddings**0.5 * vision.patch_size)
+        found[_VISION.SPATIAL_MERGE_SIZE] = vision.spatial_merge_size
+        found[_VISION.Attention.LAYERNORM_EPS] = config.text_config.rms_norm_eps
+        taps = getattr(vision, "deepstack_visual_indexes", None) or []
+        found[_VISION.IS_DEEPSTACK_LAYERS] = [layer in taps for layer in range(depth)]
+    if kind in ("smolvlm", "idefics3"):
+        found[_VISION.Projector.SCALE_FACTOR] = config.scale_factor
+        found[_VISION.PREPROC_IMAGE_SIZE] = processor["size"]["longest_edge"]
+    if kind == "lfm2_vl":
+        found[_VISION.Projector.SCALE_FACTOR] = config.downsample_factor
+    if kind == "gemma3":
+        side = vision.image_size // vision.patch_size
+        scale = side // int(config.mm_tokens_per_image**0.5)
+        found |= {_VISION.Projector.SCALE_FACTOR: scale} if scale != 4 else {}
+    if kind == "mistral3":
+        found[_VISION.SPATIAL_MERGE_SIZE] = config.spatial_merge_size
+        if vision.hidden_act == "silu":
+            del found[_VISION.USE_GELU]
+            found[_VISION.USE_SILU] = True
+    return found
+
+
+def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that one becomes, under their names in a file."""
+    kind, vision = config.model_type, config.vision_config
+    if kind == "lfm2_vl" and "patch_embedding.weight" in name:
+        size = vision.patch_size
+        tensor = tensor.view(len(tensor), size, size, 3).permute(0, 3, 1, 2)
+    if kind == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = tensor.reshape(vision.num_attention_heads, 2, -1, tensor.shape[1])
+        tensor = heads.swapaxes(1, 2).reshape(tensor.shape)
+    if "soft_emb_norm" in name:
+        tensor = tensor + 1
+    if name.startswith("visual.deepstack_merger_list."):
+        _, _, place, part, ending = name.split(".")
+        layer = vision.deepstack_visual_indexes[int(place)]
+        yield f"v.deepstack.{layer}.{part.removeprefix('linear_')}.{ending}", tensor
+    elif name.startswith("visual.merger."):
+        _, _, part, ending = name.split(".")
+        own = {"linear_fc1": "mm.0", "linear_fc2": "mm.2", "norm": "v.post_ln"}[part]
+        yield f"{own}.{ending}", tensor
+    elif name == "visual.patch_embed.proj.weight":
+        yield "v.patch_embd.weight", tensor[:, :, 0]
+        yield "v.patch_embd.weight.1", tensor[:, :, 1]
+    else:
+        depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+        yield known_name(_published(name, kind), "clip", depth), tensor
+
+
+def _published(name: str, kind: str) -> str:
+    """The name that published checkpoints have for what transformers calls otherwise now."""
+    if kind in ("gemma3", "lfm2_vl"):
+        name = name.replace("vision_tower.", "vision_tower.vision_model.")
+    if kind in ("smolvlm", "idefics3"):
+        name = f"model.{name}"
+    return name.replace("_weight", ".weight")
