@@ -118,7 +118,7 @@ class LLM:
         )
         self.default_sampling = SamplingParams(**recommended.values)  # type: ignore[arg-type]
         self._pictures = (
-            Pictures.of_model(resolved.path, config.image_tokens)
+            Pictures.of_model(resolved.path, config.image_tokens, config.mmproj)
             if self.engine.info.reads_pictures
             else None
         )

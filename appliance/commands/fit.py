@@ -22,6 +22,17 @@ def fit(
         int | None, typer.Option(min=16, help="Tokens; without it, as many as fit.")
     ] = None,
     streams: Annotated[int, typer.Option(min=1, max=1024, help="Whole contexts at once.")] = 1,
+    images: Annotated[
+        bool | None,
+        typer.Option(
+            "--images/--no-images",
+            help="Count what the model reads pictures with.",
+            show_default=False,
+        ),
+    ] = None,
+    mmproj: Annotated[
+        str, typer.Option(help="Projector file of a GGUF model.", show_default=False)
+    ] = "",
     config: Annotated[
         Path | None, typer.Option(help="TOML file with the settings.", show_default=False)
     ] = None,
@@ -43,13 +54,15 @@ def fit(
     from appliance.fit.table import as_data, as_table
     from appliance.quant.quality.card import card_of
 
-    settings = load_section(EngineConfig, {}, config)
+    given = {"images": images, "mmproj": mmproj or None}
+    settings = load_section(EngineConfig, given, config)
     if gpu is None and (unused := unused_gpu(settings)):
         typer.echo(f"note: {unused}", err=True)
     if settings.draft_model or settings.eagle_head:
         typer.echo("note: what drafts is not counted", err=True)
         settings = msgspec.structs.replace(settings, speculate="auto")
-    with opened(model or settings.model, cache_dir()) as (name, source, path):
+    images = settings.images and not settings.mmproj
+    with opened(model or settings.model, cache_dir(), images=images) as (name, source, path):
         place = place_of(gpu, settings, measures=speed and not source.only_reads)
         found = candidates(source, settings, place, context_length=context, streams=streams)
     card = None

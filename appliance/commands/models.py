@@ -31,20 +31,33 @@ Names = Annotated[
 
 
 @models.command()
-def pull(names: Names) -> None:
+def pull(
+    names: Names,
+    images: Annotated[
+        bool,
+        typer.Option(
+            "--images/--no-images",
+            help="Also fetch the projector file with which a GGUF model reads pictures.",
+        ),
+    ] = True,
+) -> None:
     """Fetch models and check their hashes; an interrupted fetch continues."""
     from appliance.hub import resolve_model
     from appliance.hub.hashes import find_damaged, known_hashes
+    from appliance.model_files.projectors import find_projector
     from appliance.progress.progress import ProgressLine
 
     for name in names:
         with ProgressLine() as progress:
-            found = resolve_model(name, cache_dir=cache_dir(), progress=progress)
+            found = resolve_model(name, cache_dir=cache_dir(), progress=progress, images=images)
             expected = known_hashes(found.path)
             damaged = find_damaged(expected, progress)
         _refuse(damaged, name)
         size = as_size(_bytes_of(found.path))
-        typer.echo(f"{name}: {size}, {counted(len(expected), 'hash')} right; {found.path}")
+        if images and (projector := find_projector(found.path)) is not None:
+            size += f" and {as_size(projector.stat().st_size)} of {projector.name}"
+        hashes = f"{len(expected)} hash{'' if len(expected) == 1 else 'es'} right"
+        typer.echo(f"{name}: {size}, {hashes}; {found.path}")
 
 
 @models.command()

@@ -195,6 +195,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             Group.MODEL,
         ),
     ] = True
+    mmproj: Annotated[
+        str,
+        Setting(
+            "Projector file (mmproj) with the vision tower of a GGUF model.",
+            Group.MODEL,
+            default_is="the nearest one beside the model",
+        ),
+    ] = ""
     image_tokens: Annotated[
         str,
         Setting(

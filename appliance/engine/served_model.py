@@ -15,6 +15,7 @@ from appliance.files import open_regular
 from appliance.kernels.cache.state_format import StateFormat
 from appliance.model.source import open_model
 from appliance.model_files.gguf_names import parts_of
+from appliance.model_files.projectors import find_projector
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -80,12 +81,15 @@ def open_served(config: EngineConfig) -> ModelSource:
 
 def _beside_tower(source: ModelSource, config: EngineConfig) -> ModelSource:
     """Give a model that reads pictures the positions that its tower's family gives their rows."""
-    if not config.images or source.path.is_file():
+    if not config.images:
         return source
-    from appliance.model.vision.source import beside_tower, open_tower
+    projector = find_projector(source.path, config.mmproj)
+    if projector is None and source.path.is_file():
+        return source
+    from appliance.model.vision.source import beside_tower, tower_of
 
     try:
-        tower = open_tower(source.path, in_torch=False)
+        tower = tower_of(source, projector, in_torch=False)
     except ModelError:  # said where the tower is loaded
         return source
     return source if tower is None else beside_tower(source, tower)
@@ -124,8 +128,14 @@ def weights_digest(path: Path) -> bytes:
     return digest.digest()
 
 
-def fingerprint_of(path: Path, arithmetic: str) -> str:
-    """Hash everything that a seeded answer depends on: weights, formats, version."""
+def fingerprint_of(path: Path, arithmetic: str, projector: Path | None = None) -> str:
+    """Hash everything that a seeded answer depends on: weights, formats, version.
+
+    Args:
+        projector: the file that pictures are read with, if it is another.
+    """
     digest = hashlib.blake2b(weights_digest(path), digest_size=8)
+    if projector is not None:
+        digest.update(weights_digest(projector))
     digest.update(f"{__version__} {arithmetic}".encode())
     return f"fp_{digest.hexdigest()}"

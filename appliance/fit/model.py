@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(
-    model: str, cache_dir: Path
+    model: str, cache_dir: Path, *, images: bool = False
 ) -> Iterator[tuple[str, EncoderSource | ModelSource, Path | None]]:
     """Yield a model's name, its source, and its path if it is on this machine.
+
+    Args:
+        images: fetch the header of what a hub's GGUF model reads pictures with, too.
 
     Raises:
         ModelError: the model does not exist, or cannot be served; at the end, too.
@@ -42,5 +45,5 @@ def opened(
             f"{model or 'the packaged model'} is not here yet; appliance serve fetches it"
         )
     with TemporaryDirectory(prefix="appliance-fit-") as folder:
-        path = fetch_headers(name, Path(folder), read_part)
+        path = fetch_headers(name, Path(folder), read_part, images=images)
         yield name.repo, open_checked(path), None

@@ -9,6 +9,7 @@ from appliance.engine.memory.experts.streaming import HOST_GB_PER_SECOND
 from appliance.fit.candidates import AS_IT_IS, ROUNDED
 from appliance.fit.expected import KERNEL_SECONDS, READ_SHARE
 from appliance.fit.published import FORM, quotes_for
+from appliance.wording import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +57,11 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
             for one in quotes_for(place.name, title)
         ]
         lines.append(FORM)
+    own = max((one.plan.picture_bytes for one in found if one.plan is not None), default=0)
+    pictures = f", {as_size(own)} of what reads pictures (--no-images leaves it out)" if own else ""
     lines.append(
-        "memory: weights, KV cache, the largest step, and the engine's process. quality: mean KL"
+        f"memory: weights, KV cache, the largest step{pictures}, and the engine's process. quality:"
+        " mean KL"
         " divergence of the KV cache on SmolLM2-135M; other models differ."
     )
     if any(one.experts_on_cpu for one in found):
@@ -116,6 +120,7 @@ def as_data(found: Sequence[FitRow], place: ModelPlace, title: str) -> dict[str,
                     "kv_cache": one.plan.kv_bytes,
                     "states": one.plan.states.num_bytes,
                     "workspace": one.plan.workspace_bytes,
+                    "pictures": one.plan.picture_bytes,
                     "process": one.plan.process_bytes,
                     "total": one.total_bytes,
                     "budget": one.plan.budget_bytes,

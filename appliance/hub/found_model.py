@@ -33,7 +33,8 @@ def find_model_of(
     Raises:
         ApplianceError: a file is missing or cannot be fetched, or the models do not fit together.
     """
-    found = resolve_model(engine.model, cache_dir=cache_dir(), progress=progress)
+    images = engine.images and not engine.mmproj
+    found = resolve_model(engine.model, cache_dir=cache_dir(), progress=progress, images=images)
     adapters = resolve_adapters(engine.lora, progress=progress)
     engine = msgspec.structs.replace(engine, lora=adapters)
     return found, resolve_draft(engine, found.path, progress=progress)

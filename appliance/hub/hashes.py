@@ -11,6 +11,7 @@ from appliance.files import open_regular
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED
 from appliance.model_files.gguf_names import parts_of
+from appliance.model_files.projectors import projectors_beside
 
 SHOWN_FROM = 1 << 30  # bytes; hashing fewer is too fast to report
 _CHUNK = 1 << 22
@@ -18,9 +19,9 @@ _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 def known_hashes(model: Path) -> dict[Path, str]:
-    """Return the published hashes of a model's files, by file."""
+    """Return the published hashes of a model's files, and of its projector's, by file."""
     if model.is_file():
-        return known_hashes_of(parts_of(model))
+        return known_hashes_of((*parts_of(model), *projectors_beside(model)[:1]))
     return known_hashes_of(sorted(one for one in model.iterdir() if one.is_file()))
 
 

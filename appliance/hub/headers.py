@@ -30,11 +30,18 @@ _FIRST_GUESS = 1 << 20  # bytes of a GGUF file's header, doubled until it suffic
 _MOST_HEADER = 100_000_000
 
 
-def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], object]) -> Path:
+def fetch_headers(
+    model: HubName,
+    folder: Path,
+    is_whole: Callable[[Path], object],
+    *,
+    images: bool = False,
+) -> Path:
     """Write a model's files without weights.
 
     Args:
         is_whole: reads a GGUF file's header; raises `CheckpointError` if it is cut off.
+        images: also the header of the projector file of a GGUF model.
 
     Returns:
         The folder, or the GGUF file in it.
@@ -69,7 +76,7 @@ def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], objec
             repo_id, revision=model.revision, files_metadata=True, timeout=TIMEOUT
         )
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = choose_files(repo_id, list(sizes), model.file)
+        files = choose_files(repo_id, list(sizes), model.file, images=images)
         for name in files:
             path, size = folder / Path(name).name, sizes[name]
             if name.startswith(FOLDERS) or name in OLDER_TOKENIZERS:

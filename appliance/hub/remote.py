@@ -10,13 +10,21 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from appliance.errors import ModelError, one_line
 from appliance.files import read_text
 from appliance.hub.growth import Progress, watch_growth
-from appliance.model_files.gguf_names import first_parts, is_beside_a_model, is_gguf, parts_of_name
+from appliance.model_files.gguf_names import (
+    first_parts,
+    is_beside_a_model,
+    is_gguf,
+    is_projector,
+    parts_of_name,
+)
+from appliance.model_files.projectors import nearest_first
 from appliance.wording import as_size
 
 logger = logging.getLogger(__name__)
@@ -67,11 +75,18 @@ class HubName:
         return f"{self.repo}{revision}" + ("" if self.file is None else f":{self.file}")
 
 
-def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = None) -> Path:
+def download(
+    name: HubName,
+    progress: Progress,
+    *,
+    choose: ChooseFiles | None = None,
+    images: bool = False,
+) -> Path:
     """Download a model's missing files into the hub cache.
 
     Args:
         choose: chooses the files; `choose_files` by default.
+        images: also fetch the projector file of a GGUF model, if there is one.
 
     Returns:
         The folder, or the GGUF file, the first of several parts.
@@ -83,7 +98,7 @@ def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = 
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    repo_id, choose = name.repo, choose or choose_files
+    repo_id, choose = name.repo, choose or partial(choose_files, images=images)
     folder = hub_cache() / folder_name(repo_id)
     try:
         info = huggingface_hub.HfApi().model_info(
@@ -133,14 +148,21 @@ def folder_name(repo_id: str) -> str:
     return f"models--{repo_id.replace('/', '--')}"
 
 
-def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
+def choose_files(
+    repo_id: str, names: list[str], filename: str | None, *, images: bool = False
+) -> list[str]:
     """Choose a repository's files to download, none of which may contain code.
+
+    Args:
+        images: the projector file of a GGUF model comes last, if there is one.
 
     Raises:
         ModelError: no file is usable, or the choice is ambiguous.
     """
     ggufs = first_parts(names)
-    some_ggufs = ", ".join(ggufs[:8]) + (", ..." if len(ggufs) > 8 else "")
+    models = [name for name in ggufs if not is_beside_a_model(name)]
+    named = models or ggufs
+    some_ggufs = ", ".join(named[:8]) + (", ..." if len(named) > 8 else "")
     if filename is not None:
         files = list(parts_of_name(filename))
         if filename in names and (missing := [file for file in files if file not in names]):
@@ -148,8 +170,13 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
                 f"{repo_id} lacks {missing[0]}, one of {len(files)} parts of that model; choose "
                 "another of its files"
             )
+        if filename in names and is_projector(filename):
+            raise ModelError(
+                f"{repo_id}:{filename} is a projector file, with which a model reads pictures, and"
+                f" no model itself; name the model, {'of ' + some_ggufs if models else 'elsewhere'}"
+            )
         if filename in names and is_gguf(filename):
-            return files
+            return [*files, *nearest_first(filename, names)[:1]] if images else files
         raise ModelError(
             f"{repo_id} has no GGUF file {filename!r}; "
             + (f"it has {some_ggufs}" if ggufs else f"try {repo_id} without a file name")
@@ -167,9 +194,13 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
             or name in older
             or _DENSE.fullmatch(name)
         ]
-    models = [name for name in ggufs if not is_beside_a_model(name)]
     if len(models) == 1:
-        return choose_files(repo_id, names, models[0])
+        return choose_files(repo_id, names, models[0], images=images)
+    if ggufs and not models:
+        raise ModelError(
+            f"{repo_id} has GGUF files that belong to a model, and none of a model: {some_ggufs};"
+            " choose the model's repository"
+        )
     if ggufs:
         raise ModelError(
             f"{repo_id} has several GGUF files; name one as {repo_id}:FILE, of {some_ggufs}"

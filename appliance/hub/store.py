@@ -17,7 +17,13 @@ from appliance.errors import ModelError
 from appliance.files import read_text
 from appliance.hub.packaged import PACKAGED
 from appliance.hub.remote import HubName, folder_name, hub_cache
-from appliance.model_files.gguf_names import is_gguf, parts_of, parts_of_name
+from appliance.model_files.gguf_names import (
+    first_parts,
+    is_gguf,
+    is_projector,
+    parts_of_name,
+)
+from appliance.model_files.projectors import nearest_first
 
 SAFETENSORS, GGUF = "safetensors", "GGUF"
 
@@ -29,7 +35,8 @@ class KeptModel:
     Attributes:
         name: as `serve` takes it.
         kind: safetensors or GGUF.
-        files: its files; in the hub's cache, links into `blobs`.
+        files: its files, the projector of a GGUF model among them; in the hub's cache, links into
+            `blobs`.
         used: Unix seconds of the latest read or change on record.
         complete: False for a packaged model of the wrong size, or a part that is missing.
     """
@@ -102,8 +109,11 @@ def remove_kept(model: KeptModel) -> int:
     snapshot = _snapshot_of(model)
     folder = snapshot.parents[1]
     before = _size_of(folder)
+    others = [one for one in _of_hub() if one.name != model.name]
+    shared = {file for one in others for file in one.files}
     for file in model.files:
-        file.unlink()
+        if file not in shared:  # as a projector is
+            file.unlink()
     if model.kind == SAFETENSORS or not any(map(is_gguf, _files(snapshot))):
         shutil.rmtree(snapshot)
     _drop_unlinked(folder)
@@ -131,21 +141,26 @@ def _packaged(cache_dir: Path) -> Iterator[KeptModel]:
 
 def _of_hub() -> Iterator[KeptModel]:
     for folder in _repositories():
-        repo, names = _repo_of(folder), _names_of_commits(folder)
+        repo, commits = _repo_of(folder), _names_of_commits(folder)
         for snapshot in sorted(folder.glob("snapshots/*")):
             files = _files(snapshot)
-            revision = names.get(snapshot.name, snapshot.name)
+            revision = commits.get(snapshot.name, snapshot.name)
             shown = None if revision == "main" else revision
             weights = [file for file in files if file.suffix == ".safetensors"]
             ggufs = [file for file in files if is_gguf(file)]
             if weights:
                 rest = tuple(file for file in files if file not in ggufs)
                 yield _kept(HubName(repo, shown), SAFETENSORS, rest)
-            for parts in dict.fromkeys(map(parts_of, ggufs)):
-                there = tuple(part for part in parts if part in ggufs)
-                inside = str(parts[0].relative_to(snapshot))
-                kept = _kept(HubName(repo, shown, inside), GGUF, there)
-                yield replace(kept, complete=there == parts)
+            names = [str(file.relative_to(snapshot)) for file in ggufs]
+            models = [name for name in first_parts(names) if not is_projector(name)]
+            beside = {name: nearest_first(name, names)[:1] for name in models}
+            used = {name for found in beside.values() for name in found}
+            for name in first_parts([one for one in names if one not in used]):
+                parts = parts_of_name(name)
+                there = [part for part in parts if part in names]
+                own = tuple(snapshot / one for one in (*there, *beside.get(name, ())))
+                kept = _kept(HubName(repo, shown, parts[0]), GGUF, own)
+                yield replace(kept, complete=there == [*parts])
 
 
 def _kept(name: HubName, kind: str, files: tuple[Path, ...]) -> KeptModel:

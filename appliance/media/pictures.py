@@ -13,6 +13,7 @@ from appliance.isolated_worker import Handler, Packet, WorkerEndedError, Workers
 from appliance.media.processor_config import read_image_processor
 from appliance.media.sizing import Canvas, SizeRule, TokenRange
 from appliance.media.spec import ImageDetail
+from appliance.model_files.projectors import find_projector
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,18 +72,19 @@ class Pictures:
         )
 
     @classmethod
-    def of_model(cls, path: Path, image_tokens: str) -> Self | None:
-        """Make those of a model; None if its folder has no processor.
+    def of_model(cls, path: Path, image_tokens: str, mmproj: str = "") -> Self | None:
+        """Make those of a model; None if it has no processor.
 
         Args:
-            path: its folder.
+            path: its folder or GGUF file.
             image_tokens: the setting, see `TokenRange.of`.
+            mmproj: the setting, see `find_projector`.
 
         Raises:
             ConfigError: the model cannot keep them.
             ModelError: the processor is unknown here.
         """
-        spec = read_image_processor(path)
+        spec = read_image_processor(path, find_projector(path, mmproj))
         return None if spec is None else cls(spec, TokenRange.of(image_tokens))
 
     def read(self, data: bytes, detail: ImageDetail = ImageDetail.AUTO) -> Picture:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.gguf import read_header
+from appliance.media.mmproj import image_processor_of_mmproj
 from appliance.media.processors import PROCESSORS, SHARED, ImageProcessor, spec_of
 
 if TYPE_CHECKING:
@@ -40,18 +42,20 @@ _HARMLESS = frozenset(
 _ENDINGS = ("Fast", "Pil")  # of one class's variants
 
 
-def read_image_processor(folder: Path) -> ImageProcessorSpec | None:
-    """Read a folder's image processor; None if it has none.
+def read_image_processor(model: Path, projector: Path | None = None) -> ImageProcessorSpec | None:
+    """Read the image processor of a model's folder, or of a GGUF projector file; None without one.
 
     Raises:
         CheckpointError: a file is damaged.
         UnsupportedModelError: an unknown class, or a setting that we do not know.
     """
-    outer = _json(folder / "processor_config.json")
-    inner = outer.get("image_processor") or _json(folder / "preprocessor_config.json")
+    if projector is not None:
+        return image_processor_of_mmproj(read_header(projector).metadata)
+    outer = _json(model / "processor_config.json")
+    inner = outer.get("image_processor") or _json(model / "preprocessor_config.json")
     if not inner:
         return None
-    return image_processor_of(inner, outer, _json(folder / "config.json"))
+    return image_processor_of(inner, outer, _json(model / "config.json"))
 
 
 def image_processor_of(

@@ -21,10 +21,14 @@ def is_gguf(file: Path | str) -> bool:
     return str(file).lower().endswith(SUFFIX)
 
 
+def is_projector(name: str) -> bool:
+    """Return True for the usual names of files with the vision tower of a model."""
+    return "mmproj" in Path(name).name.lower()
+
+
 def is_beside_a_model(name: str) -> bool:
     """Return True for the usual names of projectors of images, and of importance matrices."""
-    name = Path(name).name.lower()
-    return "mmproj" in name or name.startswith("imatrix")
+    return is_projector(name) or Path(name).name.lower().startswith("imatrix")
 
 
 def parts_of_name(name: str) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.gguf.picture_files import write_picture_files
+from support.gguf.projector_files import TYPES
 from support.models.towers import TOWER_CASES, TowerCase, with_tower
 
 from appliance.config import EngineConfig
@@ -160,7 +162,26 @@ def request_of(
     )
 
 
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if TOWER_CASES[name].kind in TYPES])
+def test_answers_of_gguf_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    case = TOWER_CASES[name]
+    model = with_tower(case)
+    model.config.image_token_id = IMAGE
+    model.config.save_pretrained(tmp_path)
+    settings = PROCESSORS[case.kind] | HALF
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    path = write_picture_files(tmp_path, model, settings | {"size": {"longest_edge": 112}})
+    served = Served(case, model, load(path), tmp_path)
+    assert served.engine.info.reads_pictures
+    assert_answers(served)
+    served.engine.close()
+
+
 def test_answers_are_those_of_transformers(served: Served) -> None:
+    assert_answers(served)
+
+
+def assert_answers(served: Served) -> None:
     grids = served.case.grids
     one = [canvas_of(served, grids[0], 1)]
     several = [canvas_of(served, grid, 2 + place) for place, grid in enumerate(grids[-2:])]

@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 from support.gguf.ggml_models import write_llama
+from support.gguf.gguf_files import with_tokenizer
+from support.gguf.picture_files import write_picture_files
 from support.models.large_model import write_large_model
+from support.models.towers import TOWER_CASES, with_tower
 from support.runs.forked_commands import ForkedCommands
 
-Fit = Callable[[str], dict[str, Any]]
+Fit = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def fit(commands: ForkedCommands, hub: Any, tmp_path: Path) -> Fit:
     """Plan a model of the hub, and return the output, parsed from JSON."""
 
-    def fit(model: str) -> dict[str, Any]:
+    def fit(model: str, *flags: str) -> dict[str, Any]:
         home, cache = str(tmp_path / "hf"), str(tmp_path / "cache")
         places = {"HF_ENDPOINT": hub.url, "HF_HOME": home, "APPLIANCE_CACHE_DIR": cache}
-        ran = commands.run("fit", model, "--no-speed", "--json", **places)
+        ran = commands.run("fit", model, "--no-speed", "--json", *flags, **places)
         assert ran.returncode == 0, ran.stderr
         found: dict[str, Any] = json.loads(ran.stdout)
         return found
@@ -64,6 +67,19 @@ def test_a_model_in_parts_is_planned_from_their_beginnings(
     planned, alike = fit(f"org/model:{first.name}"), fit("org/whole:a.gguf")
     weights = [one["candidates"][0]["bytes"]["weights"] for one in (planned, alike)]
     assert weights[0] == weights[1] > 1_000_000
+
+
+def test_what_pictures_are_read_with_is_planned_too(fit: Fit, hub: Any, tmp_path: Path) -> None:
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"longest_edge": 112}}
+    path = write_picture_files(tmp_path, with_tower(TOWER_CASES["qwen3_vl"]), settings)
+    with_tokenizer(path, 128)
+    files = {one.name: one.read_bytes() for one in (path, tmp_path / "mmproj-F32.gguf")}
+    hub.repos["org/eyes"] = files
+    with_pictures = fit("org/eyes:model.gguf")["candidates"][0]["bytes"]
+    alone = fit("org/eyes:model.gguf", "--no-images")["candidates"][0]["bytes"]
+    assert with_pictures["weights"] == alone["weights"]
+    assert with_pictures["pictures"] > 256 << 20
+    assert alone["pictures"] == 0
 
 
 REFUSALS = """

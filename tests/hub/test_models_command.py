@@ -66,6 +66,24 @@ def test_pull_list_check_and_remove(run: Run, hub: Any, tmp_path: Path) -> None:
     assert (none[0], "none has been downloaded" in none[2]) == (3, True)
 
 
+def test_what_pictures_are_read_with_comes_along(run: Run, hub: Any) -> None:
+    hub.repos["org/eyes"] = FILES | {"mmproj-F16.gguf": b"GGUF" + bytes(900)}
+    plain, known, pulled, listed, checked = run(
+        "models pull --no-images org/eyes:a-Q4_0.gguf",
+        "models ls --json",
+        "models pull org/eyes:a-Q4_0.gguf",
+        "models ls --json",
+        "models verify",
+    )
+    assert "mmproj" not in plain[1]
+    assert [len(model["files"]) for model in json.loads(known[1])["models"]] == [1]
+    assert "and 0.0 MiB of mmproj-F16.gguf, 2 hashes right" in pulled[1]
+    (model,) = json.loads(listed[1])["models"]
+    assert (model["bytes"], len(model["files"])) == (5004 + 904, 2)
+    assert "2 files right" in checked[1]
+    assert sorted(hub.downloaded()) == ["a-Q4_0.gguf", "mmproj-F16.gguf"]
+
+
 def test_a_damaged_file_is_named_with_what_to_do(run: Run, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model"] = FILES
     run("models pull org/model:a-Q4_0.gguf")

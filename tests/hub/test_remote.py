@@ -212,8 +212,30 @@ def test_choice_of_files(names: list[str], filename: str | None, chosen: list[st
 
 
 @pytest.mark.parametrize(
+    ("names", "filename", "chosen"),
+    [
+        (["A-Q4_0.gguf", "mmproj-A-f16.gguf"], None, ["A-Q4_0.gguf", "mmproj-A-f16.gguf"]),
+        (["A-Q4_0.gguf", "B.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf"], "A-Q4_0.gguf",
+         ["A-Q4_0.gguf", "mmproj-F16.gguf"]),
+        ([*PARTS, "mmproj-F16.gguf"], PARTS[1], [*PARTS, "mmproj-F16.gguf"]),
+        (["A-Q4_0.gguf"], None, ["A-Q4_0.gguf"]),
+        (["model.safetensors", "mmproj-F16.gguf"], None, ["model.safetensors"]),
+    ],
+)  # fmt: skip
+def test_choice_of_what_pictures_are_read_with(
+    names: list[str], filename: str | None, chosen: list[str]
+) -> None:
+    assert choose_files("org/m", names, filename, images=True) == chosen
+
+
+@pytest.mark.parametrize(
     ("names", "filename", "reason"),
     [
+        (["A.gguf", "mmproj-F16.gguf"], "mmproj-F16.gguf",
+         "is a projector file, with which a model reads pictures, and no model itself; name the"
+         " model, of A.gguf"),
+        (["mmproj-F16.gguf"], None, "none of a model: mmproj-F16.gguf; choose the model's"),
+        (["a.gguf", "b.gguf", "mmproj-F16.gguf"], None, "as org/m:FILE, of a.gguf, b.gguf"),
         (["pytorch_model.bin", "config.json"], None, "only pickled weights"),
         (["README.md"], None, "neither safetensors nor GGUF"),
         (["a.gguf", "b.gguf"], None, "several GGUF files"),
@@ -222,7 +244,7 @@ def test_choice_of_files(names: list[str], filename: str | None, chosen: list[st
         (PARTS[:2], None, f"org/m lacks {PARTS[2]}, one of 3 parts"),
         ([*PARTS, "b.gguf"], None, f"name one as org/m:FILE, of {PARTS[0]}, b.gguf"),
     ],
-)
+)  # fmt: skip
 def test_repositories_with_nothing_to_use(
     names: list[str], filename: str | None, reason: str
 ) -> None:

@@ -26,7 +26,7 @@ def nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked["packaged"] = name, folder
         return folder / PACKAGED[name].filename
 
-    def remote(name: HubName, progress: Any) -> Path:
+    def remote(name: HubName, progress: Any, *, images: bool) -> Path:
         asked["remote"] = name
         return Path("snapshot")
 
@@ -205,6 +205,21 @@ def test_a_model_is_found_by_any_part_or_what_their_names_begin_with(tmp_path: P
         find(str(tmp_path), tmp_path)
     parts[0].unlink()
     assert find(str(parts[1]), tmp_path).path == parts[1], "the loader names what is missing"
+
+
+def test_a_projector_file_is_no_model(tmp_path: Path) -> None:
+    clip = b"GGUF\3\0\0\0" + bytes(16) + b"\x14" + bytes(7) + b"general.architecture"
+    clip += b"\x08\0\0\0" + b"\x04" + bytes(7) + b"clip"
+    for name in ("mmproj-F16.gguf", "vision.gguf"):
+        (tmp_path / name).write_bytes(clip)
+        with pytest.raises(ModelError, match=r"is a projector file.* give the model's own"):
+            find(str(tmp_path / name), tmp_path)
+        with pytest.raises(ModelError, match="is a projector file"):
+            find(str(tmp_path), tmp_path)
+        (tmp_path / "m.gguf").write_bytes(b"GGUF")
+        assert find(str(tmp_path), tmp_path).name == "m", "the folder has one model"
+        (tmp_path / "m.gguf").unlink()
+        (tmp_path / name).unlink()
 
 
 def test_near_names_are_offered(tmp_path: Path) -> None:

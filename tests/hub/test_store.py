@@ -128,6 +128,25 @@ def test_parts_of_a_model_are_one(cache: Path, tmp_path: Path) -> None:
     assert len(store.kept_models(tmp_path)) == 4
 
 
+def test_a_projector_belongs_to_the_models_beside_it(cache: Path, tmp_path: Path) -> None:
+    folder = cache / "models--org--gguf"
+    link(folder, NEW, "mmproj-F16.gguf", b"GGUF, a tower")
+    link(folder, NEW, "mmproj-F32.gguf", b"GGUF, a larger tower")
+    kept = {model.name: model for model in store.kept_models(tmp_path)}
+    assert {name for name in kept if "gguf" in name} == {
+        "org/gguf:a-Q4_0.gguf", "org/gguf:sub/b-Q8_0.gguf", "org/gguf:mmproj-F32.gguf",
+    }  # fmt: skip
+    model = kept["org/gguf:a-Q4_0.gguf"]
+    assert [file.name for file in model.files] == ["a-Q4_0.gguf", "mmproj-F16.gguf"]
+    assert model.num_bytes == len(b"GGUF a") + len(b"GGUF, a tower")
+    assert known_hashes(model.files[0]) == known_hashes_of(model.files)
+    assert store.remove_kept(model) == len(b"GGUF a"), "the other model needs it"
+    other = store.find_kept("org/gguf:sub/b-Q8_0.gguf", tmp_path)
+    assert store.remove_kept(other) == len(b"GGUF b, longer") + len(b"GGUF, a tower")
+    store.remove_kept(store.find_kept("org/gguf", tmp_path))
+    assert not folder.exists()
+
+
 def test_what_broke_off_is_listed_and_can_be_removed(cache: Path) -> None:
     blobs = cache / "models--org--cut" / "blobs"
     blobs.mkdir(parents=True)

@@ -10,6 +10,7 @@ from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.served_model import fingerprint_of
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cache.state_format import StateFormat
+from appliance.model_files.projectors import find_projector
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -44,6 +45,8 @@ def describe(
         f"{kv_format} {precision.block_size}"
         f"{'' if kept is StateFormat.FP32 else f' states {kept.value}'}"
     )
+    reads_pictures = memory.request.picture_bytes > 0
+    projector = find_projector(source.path, config.mmproj) if reads_pictures else None
     return EngineInfo(
         model=Path(config.model).stem,
         architecture=source.spec.architecture,
@@ -62,7 +65,7 @@ def describe(
         workspace_bytes=plan.workspace_bytes,
         memory_bytes=plan.budget_bytes,
         load_seconds=0.0,
-        fingerprint=fingerprint_of(Path(config.model), arithmetic),
+        fingerprint=fingerprint_of(Path(config.model), arithmetic, projector),
         # As `BlockManager` writes them: 1 is a block with an open block.
         precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
         kv_host_bytes=plan.kv_host_bytes,
@@ -76,7 +79,7 @@ def describe(
         num_experts=0 if router is None else router.num_experts,
         experts_per_token=0 if router is None else router.top_k,
         draft_bytes=memory.request.draft_bytes,
-        reads_pictures=memory.request.picture_bytes > 0,
+        reads_pictures=reads_pictures,
         picture_bytes=memory.request.picture_bytes,
         ranks=() if parts.ranked is None else parts.ranked.ranks(),
         notes=notes,

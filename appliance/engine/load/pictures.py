@@ -11,17 +11,20 @@ import msgspec
 from appliance.engine.run.encoded_pictures import EncodedPictures
 from appliance.engine.run.picture_encoder import PictureEncoder
 from appliance.engine.run.picture_queue import PictureQueue
-from appliance.errors import ModelError
+from appliance.errors import ConfigError, ModelError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.media.processor_config import read_image_processor
 from appliance.media.sizing import BudgetRule, FixedRule, TokenRange
-from appliance.model.vision.source import open_tower
+from appliance.model.vision.families.registry import has_tower
+from appliance.model.vision.source import tower_of
 from appliance.model.vision.spec import SeesAhead
 from appliance.model.vision.tower import load_native_tower
+from appliance.model_files.projectors import find_projector, projectors_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 KEPT_BYTES = 256 << 20  # of pictures' rows, which a later turn reads again
 _STREAMS = 8  # of a patch's hidden state: before and after a norm, heads, forms in 8 bits
+_SCALE_BYTES = 1 / 8  # of a weight in codes: a scale and an offset for 32 of them
 _MOST_PATCHES = 4096  # of a picture that the plan has room for
 
 
@@ -43,12 +47,14 @@ class PictureSource:
     """A model's processor and tower, opened and checked.
 
     Attributes:
+        text: the model that its rows are for.
         uncut_rows: of the largest picture, where a step must have all rows of a picture because
             they see each other; 0 where it may have some.
     """
 
     processor: ImageProcessorSpec
     tower: TowerSource
+    text: ModelSource
     uncut_rows: int = 0
 
     @property
@@ -68,11 +74,17 @@ class PictureSource:
             element_bytes: of a weight of its layers.
         """
         layers, weights = self.tower.spec.layers, self.tower.weights
-        sizes = [prod(weights.shape(name)) for name in weights.tensor_names()]
+        in_codes, other = 0.0, 0
+        for name in weights.tensor_names():
+            count, bits = prod(weights.shape(name)), weights.packed_bits(name)
+            if bits is None:
+                other += count
+            else:
+                in_codes += count * (bits / 8 + _SCALE_BYTES)
         mlps = [layer.mlp for layer in layers.layers if layer.mlp is not None]
         inner = 2 * max(mlp.intermediate_size for mlp in mlps)
         row = (_STREAMS * layers.hidden_size + inner) * 4
-        return sum(sizes) * element_bytes + _MOST_PATCHES * row + KEPT_BYTES
+        return int(in_codes) + other * element_bytes + _MOST_PATCHES * row + KEPT_BYTES
 
     def added_to(self, request: MemoryRequest) -> MemoryRequest:
         return replace(request, picture_bytes=self.num_bytes(request.activation_bytes))
@@ -110,7 +122,8 @@ class PictureSource:
             return load_native_tower(self.tower, engine, dtype, on_progress)
         from appliance.model.vision.torch_tower import load_torch_tower
 
-        source = open_tower(self.tower.layers.path)
+        path = self.tower.layers.path
+        source = tower_of(self.text, path if path.is_file() else None)
         assert source is not None
         return load_torch_tower(source, device.torch_device, dtype, on_progress)
 
@@ -126,33 +139,75 @@ def open_pictures(
     Returns:
         None if the model has none, or one that cannot be run, with notes on why.
     """
-    path = source.path
-    allowed = TokenRange.of(config.image_tokens)
-    if not config.images or not path.is_dir():
+    if not config.images:
         return None, ()
+    projector = find_projector(source.path, config.mmproj)
+    if projector is None and source.path.is_file():
+        return None, _how_to_add(source)
     try:
-        tower = open_tower(path, in_torch=False)
-        processor = None if tower is None else read_image_processor(path)
-        if processor is not None:
-            processor = processor.narrowed(allowed)
+        found, why = _opened(config, source, precision, projector)
     except ModelError as error:
+        if config.mmproj:
+            raise
         return None, _texts_alone(str(error))
-    if tower is None:
-        return None, ()
-    if processor is None:
-        return None, _texts_alone(
-            f"{path.name} has neither preprocessor_config.json nor processor_config.json; fetch the"
-            " model again"
-        )
-    if (why := _why_not(config, source)) is not None:
+    if why is not None and config.mmproj:
+        raise ConfigError(f"--mmproj {config.mmproj}: {why}")
+    if why is not None:
         return None, _texts_alone(why)
+    return found, () if projector is None or config.mmproj else _chosen(source.path)
+
+
+def _chosen(model: Path) -> tuple[str, ...]:
+    """Say which projector file is taken where several are beside a model."""
+    chosen, *others = projectors_beside(model)
+    if not others:
+        return ()
+    named = ", ".join(one.name for one in others)
+    return (
+        f"pictures are read with {chosen.name}, the nearest to the model; beside it are {named},"
+        " which --mmproj can name",
+    )
+
+
+def _opened(
+    config: EngineConfig, source: ModelSource, precision: Precision, projector: Path | None
+) -> tuple[PictureSource | None, str | None]:
+    """Open processor and tower; say why not if there is a tower that cannot be run.
+
+    Raises:
+        ModelError: a file is damaged, of another model, or not supported.
+    """
+    allowed = TokenRange.of(config.image_tokens)
+    tower = tower_of(source, projector, in_torch=False)
+    if tower is None:
+        return None, None
+    processor = read_image_processor(source.path, projector)
+    if processor is None:
+        return None, (
+            f"{source.path.name} has neither preprocessor_config.json nor processor_config.json;"
+            " fetch the model again"
+        )
+    processor = processor.narrowed(allowed)
+    if (why := _why_not(config, source)) is not None:
+        return None, why
     if tower.spec.rows_see_ahead is SeesAhead.NOWHERE:
-        return PictureSource(processor, tower), ()
+        return PictureSource(processor, tower, source), None
     if (why := _why_blind(precision)) is not None:
-        return None, _texts_alone(f"rows of a picture see each other in this model, {why}")
+        return None, f"rows of a picture see each other in this model, {why}"
     rule = processor.size_rule
     assert isinstance(rule, FixedRule | BudgetRule), "of a family whose rows see each other"
-    return PictureSource(processor, tower, rule.most_rows), ()
+    return PictureSource(processor, tower, source, rule.most_rows), None
+
+
+def _how_to_add(source: ModelSource) -> tuple[str, ...]:
+    """Say how a GGUF model whose family reads pictures gets its tower."""
+    mapping = source.family.gguf
+    if mapping is None or not has_tower(mapping.architecture):
+        return ()
+    return _texts_alone(
+        f"no projector file is beside {source.path.name}; put its publisher's mmproj file into"
+        f" {source.path.parent}, or name it with --mmproj"
+    )
 
 
 def _why_not(config: EngineConfig, source: ModelSource) -> str | None:

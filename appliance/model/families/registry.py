@@ -195,7 +195,7 @@ NO_MODELS = {
     **dict.fromkeys(
         ("mmproj", "clip"),
         ("the projector of images beside a model, and generates no text",
-         "give the model's own file"),
+         "give the model's own file, beside which this one is found"),
     ),
 }  # fmt: skip
 FAMILIES: tuple[Family, ...] = (

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import CheckpointError
 from appliance.gguf import GGUFFile
 from appliance.kernels import arrays
 from appliance.kernels.weights.weight import dense

@@ -81,6 +81,19 @@ def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:
     return _source_of(path, family, spec, TowerWeights(weights, family, spec, stored), config)
 
 
+def tower_of(
+    source: ModelSource, projector: Path | None, *, in_torch: bool = True
+) -> TowerSource | None:
+    """Open a model's tower, of its own folder or in a projector file; None if it has none.
+
+    Raises:
+        ModelError: as `open_tower` and `open_projector`.
+    """
+    if source.path.is_dir():
+        return open_tower(source.path, in_torch=in_torch)
+    return None if projector is None else open_projector(projector, source, in_torch=in_torch)
+
+
 def open_projector(path: Path, text: ModelSource, *, in_torch: bool = True) -> TowerSource:
     """Open the tower in a GGUF projector file, for the text of a GGUF model.
 

@@ -271,7 +271,10 @@ class ModelState:
             from appliance.media.pictures import Pictures
 
             self.pictures = await asyncio.to_thread(
-                Pictures.of_model, found.path, self.engine.config.image_tokens
+                Pictures.of_model,
+                found.path,
+                self.engine.config.image_tokens,
+                self.engine.config.mmproj,
             )
         self.tokenizer = tokenizer
         settle()

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.gguf.picture_files import write_picture_files
+from support.gguf.projector_files import write_projector
 from support.models.towers import TOWER_CASES, with_tower
 
 from appliance.config import EngineConfig
 from appliance.engine.load.execution.choice import choose_execution
 from appliance.engine.load.pictures import PictureSource, open_pictures
 from appliance.engine.served_model import open_served
-from appliance.errors import ConfigError
+from appliance.errors import CheckpointError, ConfigError
 from appliance.media.sizing import TokenRange
 
 if TYPE_CHECKING:
@@ -125,3 +127,77 @@ def test_a_range_of_rows_is_read_and_kept(
     for size in ((40, 40), (300, 500), (3000, 2000)):
         rows = found.processor.rows(found.processor.canvases(*size))
         assert least <= rows <= (most or 16384)
+
+
+HALF: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+HALF |= {"size": {"longest_edge": 112}}
+
+
+def load(path: Path, **settings: Any) -> tuple[PictureSource | None, Any]:
+    config = EngineConfig(model=str(path), device="cpu", **settings)
+    return opened(config, open_served(config))
+
+
+def test_a_projector_file_beside_a_gguf_model_is_taken_and_counted(tmp_path: Path) -> None:
+    model = with_tower(TOWER_CASES["qwen3_vl"])
+    path = write_picture_files(tmp_path, model, HALF)
+    found, notes = load(path)
+    assert found is not None
+    assert not notes
+    stored = found.tower.weights
+    weights = sum(4 * _count(stored.shape(name)) for name in stored.tensor_names())
+    assert found.num_bytes(4) > weights > 4 * 10_000
+    config = EngineConfig(model=str(path), device="cpu")
+    assert open_served(config).spec.has_axes
+    assert load(path, images=False) == (None, ())
+    larger = tmp_path / "mmproj-F16.gguf"
+    larger.write_bytes((tmp_path / "mmproj-F32.gguf").read_bytes())
+    found, notes = load(path)
+    assert found is not None
+    assert found.tower.layers.path == larger, "no bit width is nearest to 0"
+    assert notes == (
+        "pictures are read with mmproj-F16.gguf, the nearest to the model; beside it are"
+        " mmproj-F32.gguf, which --mmproj can name",
+    )
+    found, notes = load(path, mmproj=str(tmp_path / "mmproj-F32.gguf"))
+    assert found is not None
+    assert found.tower.layers.path.name == "mmproj-F32.gguf"
+    assert not notes
+
+
+def test_a_model_whose_projector_file_is_missing_says_how_to_add_it(tmp_path: Path) -> None:
+    path = write_picture_files(tmp_path, with_tower(TOWER_CASES["qwen3_vl"]), HALF)
+    (tmp_path / "mmproj-F32.gguf").unlink()
+    found, (note,) = load(path)
+    assert found is None
+    assert "no projector file is beside model.gguf; put its publisher's mmproj file into" in note
+    assert "--mmproj" in note
+    other = tmp_path / "other"
+    other.mkdir()
+    texts = write_picture_files(other, with_tower(TOWER_CASES["smolvlm"]), HALF)
+    (other / "mmproj-F32.gguf").unlink()
+    assert load(texts) == (None, ()), "most models of this architecture read texts alone"
+
+
+def test_a_projector_file_of_another_model_is_said_or_refused(tmp_path: Path) -> None:
+    path = write_picture_files(tmp_path, with_tower(TOWER_CASES["smolvlm"]), HALF)
+    case = TOWER_CASES["smolvlm"]
+    wider = with_tower(replace(case, text={"hidden_size": 96}))
+    write_projector(tmp_path / "mmproj-F32.gguf", wider, HALF)
+    found, (note,) = load(path)
+    assert found is None
+    assert "it makes rows of width 96, and the model's are 64 wide" in note
+    with pytest.raises(CheckpointError, match="rows of width 96"):
+        load(path, mmproj=str(tmp_path / "mmproj-F32.gguf"))
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load(path, mmproj=str(tmp_path / "none.gguf"))
+
+
+def test_pictures_that_are_asked_for_by_file_are_not_left_out(tmp_path: Path) -> None:
+    path = write_picture_files(tmp_path, with_tower(TOWER_CASES["smolvlm"]), HALF)
+    file = str(tmp_path / "mmproj-F32.gguf")
+    with pytest.raises(ConfigError, match="ranks divide this model"):
+        load(path, mmproj=file, ranks=2)
+    folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path / "folder")
+    with pytest.raises(ConfigError, match="is a folder, which has its own vision tower"):
+        load(folder, mmproj=file)

@@ -157,7 +157,6 @@ REFUSED: list[tuple[str, Callable[[str], str], dict[str, Any], str]] = [
     ("bare", lambda n: "" if n == "mm.model.fc.weight" else n, {}, r"mm\.model\.fc\.weight is mis"),
     ("heads", str, {"head_count": 7}, "a divisor of hidden_size"),
     ("width", str, {"embedding_length": 44}, "has shape"),
-    ("quick", str, {"use_gelu": False}, "quick_gelu"),
     ("type", str, {"projector_type": "resampler"}, "'resampler', which is not read here"),
     ("other", str, {"projector_type": "lfm2"}, "belongs to lfm2, lfm2moe, and the model is llama"),
     ("text", str, {"architecture": "llama"}, "is no projector file"),

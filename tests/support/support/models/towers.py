@@ -107,6 +107,7 @@ TOWER_CASES = {
         whole={"mm_tokens_per_image": 16, "tie_word_embeddings": False},
         text={
             "sliding_window": 9,
+            "query_pre_attn_scalar": 16,  # a head's width, as files have it
             "layer_types": [*["sliding_attention"] * 2, "full_attention"],
             "tie_word_embeddings": False,
         },
