@@ -36,6 +36,11 @@ IMAGE = 100  # the id that stands for a row
 HALF = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.4, 0.3]}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {"image_processor_type": "SmolVLMImageProcessor"},
+    "idefics3": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 84},
+        "max_image_size": {"longest_edge": 42},
+    },
     "lfm2_vl": {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 4},
     "qwen2_vl": {"image_processor_type": "Qwen2VLImageProcessor"},
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor"},
@@ -48,6 +53,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_processor_type": "GotOcr2ImageProcessor",
         "size": {"height": 56, "width": 56},
     },
+    "paddleocr_vl": {"image_processor_type": "PaddleOCRVLImageProcessor"},
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",

@@ -65,6 +65,7 @@ FAMILIES_OF_TEXTS: dict[str, TextFamily] = {
     # Its class ignores the layer after the last, which predicts a further token.
     "glm_ocr_text": TextFamily("glm4", {"attention_bias": False, "num_nextn_predict_layers": 1}),
     "kimi_k2": TextFamily("deepseek_v3"),
+    "paddleocr_vl_text": TextFamily("llama", {"attention_bias": False, "mlp_bias": False}),
     "qwen2_5_omni_text": TextFamily("qwen2"),
     "qwen2_5_vl_text": TextFamily("qwen2"),
     "qwen2_vl_text": TextFamily("qwen2"),

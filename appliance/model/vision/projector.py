@@ -84,17 +84,19 @@ class Projector:
     """Maps a tower's normed patches to rows of a decoder; see `ProjectorSpec`."""
 
     merge: int
-    averages: bool
+    spec: ProjectorSpec
     norm: CellNorm | None
     steps: tuple[ProjectorStep, ...]
 
     def __call__(self, patches: Any) -> Any:
         """Map patches (num_patches, hidden_size), cell by cell, to (num_cells, width)."""
         count, width = patches.shape
+        if self.norm is not None and self.spec.norms_patches:
+            patches = self.norm(patches)
         cells = patches.reshape(count // self.merge**2, -1)
-        if self.averages:
+        if self.spec.averages:
             cells = cells.reshape(len(cells), -1, width).mean(1)
-        if self.norm is not None:
+        if self.norm is not None and not self.spec.norms_patches:
             cells = self.norm(cells)
         for step in self.steps:
             cells = step(cells)
@@ -106,7 +108,7 @@ class Projector:
     ) -> Projector:
         norm = None if spec.norm is None else CellNorm.of(source, spec.norm_name, spec.norm)
         steps = tuple(ProjectorStep.of(source, one, merge, make) for one in spec.linears)
-        return cls(merge, spec.averages, norm, steps)
+        return cls(merge, spec, norm, steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class ProjectorSpec:
     Attributes:
         averages: a cell is the mean of its patches.
         norm: of a cell; None without one.
+        norms_patches: it is of each patch instead, before they are side by side.
         norm_name: without `.weight`.
     """
 
@@ -109,6 +110,7 @@ class ProjectorSpec:
     averages: bool = False
     norm: NormSpec | None = None
     norm_name: str = ""
+    norms_patches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from appliance.model.vision.families.internvl import INTERNVL
 from appliance.model.vision.families.pixtral import MISTRAL3
 from appliance.model.vision.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from appliance.model.vision.families.qwen3_vl import QWEN3_VL
-from appliance.model.vision.families.siglip import GEMMA3, IDEFICS3, LFM2_VL
+from appliance.model.vision.families.siglip import GEMMA3, IDEFICS3, LFM2_VL, PADDLEOCR_VL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +27,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     GEMMA3,
     INTERNVL,
     GLM4V,
+    PADDLEOCR_VL,
 )
 _BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 

@@ -1,10 +1,11 @@
-"""SigLIP: SmolVLM, Idefics 3 and Gemma 3, and SigLIP 2 with grids of any size in LFM2-VL."""
+"""SigLIP: SmolVLM, Idefics 3 and Gemma 3; with grids of any size in LFM2-VL and PaddleOCR-VL."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
+from appliance.kernels.activation import Activation
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
@@ -15,7 +16,9 @@ from appliance.model.vision.families.family import (
     ClipMapping,
     ClipSettings,
     TowerFamily,
+    read_axial_rope,
     read_layers,
+    read_text_axes,
 )
 from appliance.model.vision.spec import (
     PatchSpec,
@@ -29,7 +32,7 @@ from appliance.model.vision.spec import (
 
 if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, RopeSpec
 
 _NAMES = TensorNames(
     embedding=EMBEDDING,
@@ -44,10 +47,13 @@ _NAMES = TensorNames(
 _PATCH = f"{TOWER}embeddings.patch_embedding"
 _TABLE = f"{TOWER}embeddings.position_embedding.weight"
 
+_PROJECTOR_NORM = NormSpec(1e-5, centered=True)  # in the classes' code
+_PADDLEOCR_SECTIONS = (16, 24, 24)  # where the settings have none
 
-def _layers(config: ConfigReader) -> DecoderSpec:
+
+def _layers(config: ConfigReader, rope: RopeSpec | None = None) -> DecoderSpec:
     norm = NormSpec(config.number("layer_norm_eps"), centered=True)
-    return read_layers(config, "siglip", norm)
+    return read_layers(config, "siglip", norm, rope=rope)
 
 
 def _read_idefics3(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
@@ -97,10 +103,29 @@ def _read_lfm2(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
                 ProjectorLinear(f"{PROJECTOR}linear_1", bias, act),
                 ProjectorLinear(f"{PROJECTOR}linear_2", bias),
             ),
-            norm=NormSpec(1e-5, centered=True)
-            if whole.flag("projector_use_layernorm", True)
-            else None,
+            norm=_PROJECTOR_NORM if whole.flag("projector_use_layernorm", True) else None,
             norm_name=f"{PROJECTOR}layer_norm",
+        ),
+    )
+
+
+def _read_paddleocr(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    patch = config.integer("patch_size")
+    head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
+    return TowerSpec(
+        layers=_layers(config, read_axial_rope(config, head_dim)),
+        patch=PatchSpec(_PATCH, patch),
+        table=PositionTable(_TABLE, config.integer("image_size") // patch, Resize.BILINEAR),
+        merge=config.integer("spatial_merge_size"),
+        text_axes=read_text_axes(whole, _PADDLEOCR_SECTIONS),
+        projector=ProjectorSpec(
+            (
+                ProjectorLinear(f"{PROJECTOR}linear_1", activation=Activation.GELU),
+                ProjectorLinear(f"{PROJECTOR}linear_2"),
+            ),
+            norm=_PROJECTOR_NORM,
+            norm_name=f"{PROJECTOR}pre_norm",
+            norms_patches=True,
         ),
     )
 
@@ -186,5 +211,15 @@ LFM2_VL = TowerFamily(
             f"{PROJECTOR}linear_1": "mm.1",
             f"{PROJECTOR}linear_2": "mm.2",
         },
+    ),
+)
+PADDLEOCR_VL = TowerFamily(
+    name="paddleocr_vl",
+    tower_types={"paddleocr_vl": "paddleocr_vl_vision"},
+    read=_read_paddleocr,
+    names=_NAMES,
+    places=(
+        ("model.visual.vision_model.", "model.projector."),
+        ("visual.vision_model.", "mlp_AR."),
     ),
 )

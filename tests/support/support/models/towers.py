@@ -71,6 +71,13 @@ def as_cells(grids: list[np.ndarray]) -> dict[str, Any]:
     return {"pixel_values": torch.tensor(np.concatenate(rows)), "image_grid_thw": thw}
 
 
+def as_patches(grids: list[np.ndarray]) -> dict[str, Any]:
+    """Patches of PaddleOCR-VL's classes, (count, 3, size, size), row by row."""
+    thw = torch.tensor([(1, *one.shape[:2]) for one in grids])
+    patches = np.concatenate([one.reshape(-1, *one.shape[2:]) for one in grids])
+    return {"pixel_values": torch.tensor(patches), "image_grid_thw": thw}
+
+
 def as_naflex(grids: list[np.ndarray]) -> dict[str, Any]:
     """Patches of SigLIP 2, channels last, padded to the longest, with masks and shapes."""
     rows = [one.transpose(0, 1, 3, 4, 2).reshape(one.shape[0] * one.shape[1], -1) for one in grids]
@@ -173,6 +180,10 @@ TOWER_CASES = {
         | {"hidden_size": 48, "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
            "use_qk_norm": True, "norm_type": "rms_norm"},
         ((6, 6),), as_batch,
+    ),
+    "paddleocr_vl": TowerCase(
+        "paddleocr_vl", SIZES | LAYERS | {"image_size": 70}, ((6, 8), (2, 2), (10, 2)),
+        as_patches, text={"rope_parameters": _ROPE},
     ),
     "pixtral_gelu": TowerCase(
         "mistral3",

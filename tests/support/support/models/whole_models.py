@@ -97,6 +97,7 @@ WHOLES: dict[str, dict[str, Any]] = {
     "mistral3": {"model_type": "ministral3"},
     "ovis2": {},
     "qianfan_ocr": {},
+    "paddleocr_vl": _IN_THREE,
     "qwen2_5_omni_thinker": _IN_THREE,
     "qwen2_5_vl": _IN_THREE,
     "qwen2_vl": _IN_THREE,
@@ -127,7 +128,6 @@ FALLBACK_WHOLES: dict[str, dict[str, Any]] = {
     "fuyu": {},
     "minimax_m3_vl": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "muse_glimmer": {},
-    "paddleocr_vl": _IN_THREE,
 }
 
 
