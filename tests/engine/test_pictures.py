@@ -54,6 +54,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"height": 56, "width": 56},
     },
     "paddleocr_vl": {"image_processor_type": "PaddleOCRVLImageProcessor"},
+    "gemma4": {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "max_soft_tokens": 70,
+        "do_normalize": False,
+    },
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",
@@ -131,7 +137,7 @@ def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]
     types = (prompt == IMAGE).int()
     if served.case.kind == "gemma3":
         more["token_type_ids"] = types
-    if "image_grid_thw" in more:
+    if "image_grid_thw" in more or served.case.kind == "gemma4":
         more["mm_token_type_ids"] = types
     served.model.generation_config.eos_token_id = None  # no token ends an answer here
     found = served.model.generate(prompt, **more, max_new_tokens=TOKENS, do_sample=False)

@@ -11,6 +11,7 @@ from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.kernels.weights.weight import dense
 from appliance.model.vision.positions import fitted
+from appliance.model.vision.spec import AxisTables, PositionTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,8 @@ class CellNorm:
 
     @classmethod
     def of(cls, source: TowerSource, name: str, spec: NormSpec) -> CellNorm:
+        if not spec.weight:
+            return cls(1.0, None, spec.eps)
         weight = dense(source.load(f"{name}.weight"), "float32") + spec.offset
         has_bias = spec.centered and spec.bias
         bias = dense(source.load(f"{name}.bias"), "float32") if has_bias else None
@@ -81,10 +84,17 @@ class ProjectorStep:
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """Maps a tower's normed patches to rows of a decoder; see `ProjectorSpec`."""
+    """Maps a tower's normed patches to rows of a decoder; see `ProjectorSpec`.
+
+    Attributes:
+        scale: of a mean; a number, or one for each element.
+        bias: added then.
+    """
 
     merge: int
     spec: ProjectorSpec
+    scale: Any
+    bias: Any
     norm: CellNorm | None
     steps: tuple[ProjectorStep, ...]
 
@@ -95,7 +105,7 @@ class Projector:
             patches = self.norm(patches)
         cells = patches.reshape(count // self.merge**2, -1)
         if self.spec.averages:
-            cells = cells.reshape(len(cells), -1, width).mean(1)
+            cells = cells.reshape(len(cells), -1, width).mean(1) * self.scale + self.bias
         if self.norm is not None and not self.spec.norms_patches:
             cells = self.norm(cells)
         for step in self.steps:
@@ -108,7 +118,14 @@ class Projector:
     ) -> Projector:
         norm = None if spec.norm is None else CellNorm.of(source, spec.norm_name, spec.norm)
         steps = tuple(ProjectorStep.of(source, one, merge, make) for one in spec.linears)
-        return cls(merge, spec, norm, steps)
+        scale: Any = spec.scale
+        bias: Any = 0.0
+        if spec.standard:
+            factor, least = (
+                dense(source.load(spec.standard + part), "float32") for part in ("scale", "bias")
+            )
+            scale, bias = factor * spec.scale, -least * factor
+        return cls(merge, spec, scale, bias, norm, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +133,8 @@ class PatchEmbedding:
     """Maps pixels to the tower's stream, with each patch's position.
 
     Attributes:
-        table: (side, side, hidden_size) in NumPy; None without one.
+        table: in NumPy, (side, side, hidden_size), or (2, count, hidden_size) of columns and of
+            rows; None without one.
         first_row: (1, hidden_size), before each picture's patches; None without one.
         like: an array of the kind that it works on.
     """
@@ -141,9 +159,11 @@ class PatchEmbedding:
         if self.norm is not None and self.spec.positions_last:
             stream = self.norm(stream)
         if self.table is not None:
-            assert self.spec.table is not None
-            positions = fitted(self.table, *grid, self.spec.table.resize)
-            stream = stream + arrays.like(self.like, positions[places[0], places[1]])
+            if isinstance(self.spec.table, PositionTable):
+                positions = fitted(self.table, *grid, self.spec.table.resize)[places[0], places[1]]
+            else:
+                positions = self.table[0, places[1]] + self.table[1, places[0]]
+            stream = stream + arrays.like(self.like, positions)
         if self.norm is not None and not self.spec.positions_last:
             stream = self.norm(stream)
         return stream if self.first_row is None else arrays.cat([self.first_row, stream])
@@ -158,8 +178,12 @@ class PatchEmbedding:
         first = None
         if spec.first_row:
             first = dense(source.load(spec.first_row), "float32").reshape(1, -1)
+        if spec.patch.from_zero:  # 2 x - 1
+            weight, bias = 2 * weight, -weight.sum(1) if bias is None else bias - weight.sum(1)
         table = None
-        if spec.table is not None:
+        if isinstance(spec.table, AxisTables):
+            table = np.asarray(dense(source.load(spec.table.name), "float32"))
+        elif spec.table is not None:
             stored = dense(source.load(spec.table.name), "float32")
             stored = stored.reshape(-1, spec.layers.hidden_size)
             if first is not None:

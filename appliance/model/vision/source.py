@@ -10,6 +10,7 @@ import numpy as np
 
 from appliance.errors import CheckpointError
 from appliance.kernels import arrays
+from appliance.kernels.head_norms import HeadNormKind
 from appliance.kernels.weights.weight import dense
 from appliance.model.families.family import Family
 from appliance.model.source import ModelSource
@@ -183,6 +184,17 @@ class TowerWeights:
             f"{NO_NORM}.weight": np.ones(self._hidden_size, np.float32),
         }
         names, count = family.names, len(spec.layers.layers)
+        self._turns_by_halves = spec.turns_by_halves
+        self._values_are_normed = attention.value_norm is not None
+        turning = names.qkv[:2] if spec.turns_by_halves else ()
+        self._turning = {
+            f"{names.in_layer(index, part)}.weight" for index in range(count) for part in turning
+        }
+        each = attention.qk_norm is not None and attention.head_norms is HeadNormKind.EACH
+        norms = (names.query_norm, names.key_norm) if each else ()
+        self._head_norms = {
+            f"{names.in_layer(index, part)}.weight" for index in range(count) for part in norms
+        }
         scaled = (names.output, names.down)
         self._scales = {
             f"{names.in_layer(index, name)}.{kind}": names.in_layer(index, scale)
@@ -198,7 +210,7 @@ class TowerWeights:
         self._widened: set[str] = set()
         if self._width != self._hidden_size // self._heads:
             self._widened = self._into_heads | self._out_of_heads
-        self._changed = self._widened | self._scales.keys()
+        self._changed = self._widened | self._turning | self._scales.keys()
         self._norm = f"{names.in_layer(0, names.mixer_norm)}.weight"
 
     @property
@@ -213,6 +225,8 @@ class TowerWeights:
         if name in self._made:
             return self._made[name].shape
         shape = self._weights.shape(self._stored[name])
+        if name in self._head_norms:
+            return (self._width,)
         wide = self._heads * self._width
         if name in self._into_heads:
             parts = max(1, shape[0] // self._hidden_size)
@@ -244,10 +258,28 @@ class TowerWeights:
         if name in self._scales:
             scale = dense(self.load(self._scales[name]), "float32")
             weight = dense(weight, "float32") * scale.reshape(-1, *(1,) * (len(weight.shape) - 1))
+        if name in self._head_norms:
+            return self._head_norm(weight)
+        if name in self._turning:
+            weight = self._turned(weight)
         if name in self._widened:
             into = name in self._into_heads
             return self._widened_rows(weight) if into else self._widened_columns(weight)
         return weight
+
+    def _turned(self, weight: Any) -> Any:
+        """Order rows of heads as `RopeSpec` pairs them: by rows of a picture, then by columns."""
+        quarter = self._hidden_size // self._heads // 4
+        halves = weight.reshape(-1, 2, 2, quarter, *weight.shape[1:]).swapaxes(1, 2)
+        return arrays.cat([halves[:, :, 1:], halves[:, :, :1]], dim=2).reshape(weight.shape)
+
+    def _head_norm(self, weight: Any) -> Any:
+        """Widen a norm of heads; the mean square is then of the wider ones."""
+        weight = dense(weight, "float32")
+        narrow = len(weight)
+        if self._turns_by_halves:
+            weight = self._turned(weight)
+        return arrays.padded(weight * (narrow / self._width) ** 0.5, self._width - narrow)
 
     def _widened_rows(self, weight: Any) -> Any:
         parts = weight.shape[0] // self._hidden_size
@@ -258,6 +290,8 @@ class TowerWeights:
 
     def _widened_columns(self, weight: Any) -> Any:
         narrow = self._hidden_size // self._heads
+        if self._values_are_normed and narrow < self._width:
+            weight = dense(weight, "float32") * (narrow / self._width) ** 0.5
         parts = weight.reshape(weight.shape[0], self._heads, narrow)
         return arrays.padded(parts, self._width - narrow).reshape(weight.shape[0], -1)
 

@@ -49,6 +49,18 @@ class PositionTable:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisTables:
+    """Learned positions (2, count, hidden_size) of columns and of rows, which add up.
+
+    Attributes:
+        name: of the tensor, in full.
+    """
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class PatchSpec:
     """The linear of a patch's pixels.
 
@@ -57,6 +69,7 @@ class PatchSpec:
         size: pixels of a side.
         frames: of a film that share a patch; a picture is its own frame so many times.
         channels_last: pixels are ordered by row, column, channel; else by channel, row, column.
+        from_zero: pixels come from 0 to 1, and the linear takes them from -1 to 1.
     """
 
     name: str
@@ -64,6 +77,7 @@ class PatchSpec:
     bias: bool = True
     frames: int = 1
     channels_last: bool = False
+    from_zero: bool = False
 
     @property
     def inputs(self) -> int:
@@ -101,6 +115,9 @@ class ProjectorSpec:
 
     Attributes:
         averages: a cell is the mean of its patches.
+        scale: multiplies the mean.
+        standard: of tensors of a bias, then subtracted, and a scale that multiplies the rest, the
+            names in full without `bias` and `scale`; "" without them.
         norm: of a cell; None without one.
         norms_patches: it is of each patch instead, before they are side by side.
         norm_name: without `.weight`.
@@ -108,6 +125,8 @@ class ProjectorSpec:
 
     linears: tuple[ProjectorLinear, ...]
     averages: bool = False
+    scale: float = 1.0
+    standard: str = ""
     norm: NormSpec | None = None
     norm_name: str = ""
     norms_patches: bool = False
@@ -157,11 +176,12 @@ class TowerSpec:
         scales: of a layer, vectors that multiply what attention says and what the MLP says, in full
             within the layer (layer scale, arXiv 2103.17239); None without.
         last_norm: the projector reads normed patches; otherwise the stream itself.
+        turns_by_halves: stored heads have one half that rotates by columns, and one by rows.
     """
 
     layers: DecoderSpec
     patch: PatchSpec
-    table: PositionTable | None
+    table: PositionTable | AxisTables | None
     merge: int
     projector: ProjectorSpec
     taps: tuple[tuple[int, ProjectorSpec], ...] = ()
@@ -174,6 +194,7 @@ class TowerSpec:
     first_row: str = ""
     scales: tuple[str, str] | None = None
     last_norm: bool = True
+    turns_by_halves: bool = False
 
     @property
     def runs(self) -> tuple[tuple[int, bool], ...]:

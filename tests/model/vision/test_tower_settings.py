@@ -17,8 +17,9 @@ def settings_of(kind: str) -> dict[str, Any]:
     import transformers
 
     settings: dict[str, Any] = transformers.AutoConfig.for_model(kind).to_dict()
-    # A whole without a tower's settings may mean others than a tower without some of them.
-    tower_type = settings["vision_config"]["model_type"]
+    # A whole without a tower's settings may mean others than a tower without some of them, or none.
+    usual = settings["vision_config"] or {"model_type": f"{kind}_vision"}
+    tower_type = usual["model_type"]
     return settings | {"vision_config": transformers.AutoConfig.for_model(tower_type).to_dict()}
 
 
@@ -39,6 +40,14 @@ def test_absent_settings_are_the_classes(kind: str) -> None:
             assert family.spec(fewer) == whole, (part, key)
     texts = {"text_config": settings["text_config"]}
     assert family.spec({"model_type": kind} | texts) == whole
+
+
+def test_a_model_without_a_tower_has_none() -> None:
+    import transformers
+
+    settings = transformers.AutoConfig.for_model("gemma4").to_dict()
+    assert settings["vision_config"] is None
+    assert tower_family(settings) is None
 
 
 def test_another_layer_than_the_last_is_refused() -> None:

@@ -172,6 +172,7 @@ def read_layers(
     heads: str = "num_attention_heads",
     width: str = "hidden_size",
     inner: int | None = None,
+    act: str = "hidden_act",
     rope: RopeSpec | None = None,
     attention_bias: bool = True,
     output_bias: bool | None = None,
@@ -188,6 +189,7 @@ def read_layers(
         heads: setting with the number of heads.
         width: setting with the width of the stream.
         inner: width of the MLP; None is that of the settings.
+        act: setting with the MLP's nonlinearity.
         rope: None without rotation.
         output_bias: None is like that of queries, keys and values.
         qk_norm: of queries and keys.
@@ -199,7 +201,7 @@ def read_layers(
     head_dim = hidden_size // num_heads
     if qk_norm is not None and head_dim % HEAD_WIDTH_STEP:
         raise config.refuse(heads, f"heads of a multiple of {HEAD_WIDTH_STEP} elements, with norms")
-    act = read_activation(config, gated=False)
+    activation = read_activation(config, act, gated=False)
     attention = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -213,7 +215,7 @@ def read_layers(
         looks_ahead=True,
     )
     inner = config.integer("intermediate_size") if inner is None else inner
-    mlp = MLPSpec(inner, act, mlp_bias, gated=gated)
+    mlp = MLPSpec(inner, activation, mlp_bias, gated=gated)
     layer = LayerSpec(attention, mlp, norm)
     return DecoderSpec(
         architecture=architecture,
@@ -226,11 +228,15 @@ def read_layers(
     )
 
 
-def read_axial_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """Read a rotation by rows and columns, with all frequencies for each."""
+def read_axial_rope(config: ConfigReader, head_dim: int, usual: float = 1e4) -> RopeSpec:
+    """Read a rotation by rows and columns, with all frequencies for each.
+
+    Args:
+        usual: the class's base.
+    """
     of_axis = head_dim // 4
     return RopeSpec(
-        theta=config.section("rope_parameters").number("rope_theta", 1e4),
+        theta=config.section("rope_parameters").number("rope_theta", usual),
         rotary_dim=head_dim,
         sections=(0, of_axis, of_axis),
         axis_frequencies=AxisFrequencies.EACH,

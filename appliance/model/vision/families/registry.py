@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
+from appliance.model.vision.families.gemma4 import GEMMA4
 from appliance.model.vision.families.glm4v import GLM4V
 from appliance.model.vision.families.internvl import INTERNVL
 from appliance.model.vision.families.pixtral import MISTRAL3
@@ -25,6 +26,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     QWEN3_VL,
     MISTRAL3,
     GEMMA3,
+    GEMMA4,
     INTERNVL,
     GLM4V,
     PADDLEOCR_VL,
@@ -35,7 +37,9 @@ _BY_TYPE = {kind: family for family in TOWERS for kind in family.tower_types}
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
     """Find the family of a whole model's tower; None of one without, or of none that is known."""
     kind = config.get("model_type")
-    return _BY_TYPE.get(kind) if isinstance(kind, str) else None
+    if not isinstance(kind, str) or config.get("vision_config", {}) is None:
+        return None
+    return _BY_TYPE.get(kind)
 
 
 _BY_PROJECTOR = {family.clip.projector: family for family in TOWERS if family.clip is not None}

@@ -117,11 +117,16 @@ class _Class:
 
     def is_constant(self, key: str, value: Any, **settings: Any) -> bool:
         """Return True if no other number changes the value under a key."""
-        return all(
-            self.holds(key, **settings, **change) in (value, _UNKNOWN)
-            for change in self.changes
-            if not change.keys() & {key, *settings}
-        )
+        changes = (one for one in self.changes if not one.keys() & {key, *settings})
+        held = (self.holds(key, **settings, **change) for change in changes)
+        return all(one is _UNKNOWN or _is_equal(one, value) for one in held)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # a config whose layers differ
+        return False
 
 
 def _base_fields() -> set[str]:

@@ -78,6 +78,18 @@ def as_patches(grids: list[np.ndarray]) -> dict[str, Any]:
     return {"pixel_values": torch.tensor(patches), "image_grid_thw": thw}
 
 
+def as_placed(grids: list[np.ndarray]) -> dict[str, Any]:
+    """Patches of Gemma 4, channels last, padded to the longest, with columns and rows."""
+    rows = [one.transpose(0, 1, 3, 4, 2).reshape(one.shape[0] * one.shape[1], -1) for one in grids]
+    longest = max(map(len, rows))
+    pixels = np.stack([np.pad(one, ((0, longest - len(one)), (0, 0))) for one in rows])
+    places = np.full((len(grids), longest, 2), -1)
+    for place, one in zip(places, grids, strict=True):
+        across, down = np.meshgrid(range(one.shape[1]), range(one.shape[0]))
+        place[: across.size] = np.stack((across.ravel(), down.ravel()), 1)
+    return {"pixel_values": torch.tensor(pixels), "image_position_ids": torch.tensor(places)}
+
+
 def as_naflex(grids: list[np.ndarray]) -> dict[str, Any]:
     """Patches of SigLIP 2, channels last, padded to the longest, with masks and shapes."""
     rows = [one.transpose(0, 1, 3, 4, 2).reshape(one.shape[0] * one.shape[1], -1) for one in grids]
@@ -118,6 +130,27 @@ TOWER_CASES = {
             "layer_types": [*["sliding_attention"] * 2, "full_attention"],
             "tie_word_embeddings": False,
         },
+    ),
+    "gemma4": TowerCase(
+        "gemma4",
+        SIZES | LAYERS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "position_embedding_size": 40,
+            "standardize": True,
+        },
+        ((6, 9), (3, 3), (12, 3)), as_placed,
+        text={
+            "sliding_window": 9,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+            "use_bidirectional_attention": "vision",
+        },
+        whole={"audio_config": None},
     ),
     "lfm2_vl": TowerCase(
         "lfm2_vl",
