@@ -27,11 +27,13 @@ from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.quality.facts import facts_of_run, write_facts
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
-from appliance.quant.run.plan import choose_store, head_tensors, stored_dtype
+from appliance.quant.run.other_parts import config_with, other_parts
+from appliance.quant.run.plan import choose_store, stored_dtype
 from appliance.quant.run.refusals import refuse_unsaid
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
+from appliance.quant.walk.pieces import PIECE_ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +88,7 @@ def repack_model(
         source = open_model(model_path)
         refuse_unsaid(source)
         slots = source.slots()
-        of_head, head, notes = head_tensors(source)
+        parts, notes = other_parts(source)
         found: dict[str, WeightScheme] = {}
         if not any(_is_quantized(source, slot) for slot in slots):
             raise QuantizeError(
@@ -105,9 +107,10 @@ def repack_model(
         with staged_folder(out) as staging:
             layouts = [
                 layout
-                for slot in (*slots, *of_head)
+                for slot in slots
                 for layout in _layouts(slot, store, found.get(slot.name), dtype)
             ]
+            layouts += [part.layout(slot, dtype) for part in parts for slot in part.slots]
             scales = {} if store is None else _kv_scales(source)
             layouts += [TensorLayout(n, t.dtype, tuple(t.shape)) for n, t in scales.items()]
             with ShardWriter(staging, layouts, MAX_SHARD_BYTES) as shards:
@@ -121,9 +124,10 @@ def repack_model(
                         tensors = {slot.name: _dense(source, slot.name, dtype)}
                     for name, tensor in tensors.items():
                         shards.write(name, [tensor])
-                for slot in of_head:
-                    assert head is not None
-                    shards.write(slot.name, [dense(head.load(slot.name), dtype)])
+                for part in parts:
+                    for slot in part.slots:
+                        stored = part.layout(slot, dtype).dtype
+                        shards.write(slot.name, part.rows(slot, stored, PIECE_ELEMENTS))
                 for name, tensor in scales.items():
                     shards.write(name, [tensor])
             kept = [
@@ -131,13 +135,14 @@ def repack_model(
                 for slot in slots
                 if slot.is_linear and slot.name not in found
             ]
-            kept += [slot.name.removesuffix(WEIGHT) for slot in of_head if len(slot.shape) == 2]
+            kept += [module for part in parts for module in part.linears]
             config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
             config["dtype"] = str(dtype).removeprefix("torch.")
             config.pop(QUANTIZATION, None)
             if store is not None:
                 quantization = store.config(found, ["lm_head", *kept], named=False)
                 config[QUANTIZATION] = quantization | _kv_scheme(source)
+            config = config_with(parts, source, config)
             text = json.dumps(config, indent=2, ensure_ascii=False)
             (staging / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
             write_tokenizer_files(model_path, staging)

@@ -26,6 +26,9 @@ from transformers import (
 from appliance import LLM, SamplingParams
 from appliance.errors import ChatTemplateError, ImageError, RequestError
 from appliance.pictures import of_image
+from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.pipeline import quantize_model
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 QUESTION = "What is this?"
@@ -102,6 +105,10 @@ def test_images_of_pillow_are_answered_as_transformers_answers(
     with opened(folder) as llm:
         assert asked(llm, part(cat)) == by_transformers(name, folder, cat)
         assert asked(llm, part(dog), part(cat)) == by_transformers(name, folder, dog, cat)
+    out = tmp_path / "quantized"
+    quantize_model(folder, out, QuantizeOptions(WeightScheme(8, 32), Method.RTN))
+    with opened(out) as llm:
+        assert asked(llm, part(dog), part(cat)) == by_transformers(name, out, dog, cat)
 
 
 def test_every_form_of_a_picture_is_the_same_picture(

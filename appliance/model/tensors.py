@@ -47,6 +47,7 @@ class Role(Enum):
     HEAD_NORM = "head norm"  # norm of a recurrent head's output
     FILTER = "filter"  # taps of a short convolution
     RATE = "rate"  # decay and update rates of a recurrent state
+    OTHER_PART = "other part"  # of a model that reads more than text
 
     @property
     def decides(self) -> bool:

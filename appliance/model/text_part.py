@@ -147,6 +147,11 @@ class TextPart:
         rows: Tensor = self._weights.load_rows(name, start, stop)  # type: ignore[attr-defined]
         return rows
 
+    @property
+    def left(self) -> list[str]:
+        """Names of other parts' tensors, which `load` reads too."""
+        return self._left
+
     def beside(self, names: Iterable[str]) -> TextPart:
         """Return the same part where something else reads other tensors, by their stored names."""
         found = copy(self)

@@ -16,6 +16,7 @@ from appliance.files import write_json
 from appliance.gguf.header import read_header
 from appliance.kernels.arrays import numpy_dtype
 from appliance.model.reader import ModelReader
+from appliance.model.text_part import TextPart
 from appliance.model_files.checkpoint import SafetensorsFolder
 from appliance.quant.quality.card import (
     ModelFacts,
@@ -131,9 +132,11 @@ def stored_size(source: ModelSource) -> StoredSize:
         )
     else:
         folder = SafetensorsFolder(source.path)
+        others = set(source.weights.left) if isinstance(source.weights, TextPart) else set()
         sizes = {
             name: math.prod(folder.shape(name)) * numpy_dtype(folder.dtype(name)).itemsize
             for name in folder.tensor_names()
+            if name not in others
         }
         stored_bytes = sum(sizes.values())
         # All tensors with a linear's module name belong to its weight, except the bias.

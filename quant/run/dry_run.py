@@ -195,7 +195,7 @@ def _classes(plan: QuantizePlan) -> Iterator[TensorClass]:
     sizes: Counter[tuple[str, str]] = Counter()
     for tensor in plan.tensors:
         usual = "layer weights" if tensor.slot.is_linear else "norms and biases"
-        kind = "head that drafts" if tensor.of_head else words.get(tensor.role, usual)
+        kind = words.get(tensor.role, usual) if tensor.part is None else tensor.part.what
         form = "16 bits" if tensor.scheme is None else str(tensor.scheme)
         counts[kind, form] += 1
         sizes[kind, form] += tensor.nbytes

@@ -295,7 +295,7 @@ def _finish(run: QuantizeRun, result: Path, journal: Journal) -> None:
 
 def _describe(run: QuantizeRun, result: Path, journal: Journal) -> None:
     """Write the files beside the safetensors."""
-    model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
+    model_config = with_kv_scheme(run.plan.model_config(run.source), run.kv)
     config = json.dumps(model_config, indent=2, ensure_ascii=False)
     if run.kv is not None:
         write_kv_plan(run.kv, result)

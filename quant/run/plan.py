@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.errors import ApplianceError, ConfigError, QuantizeError
-from appliance.model.draft_head import find_head
+from appliance.errors import ConfigError, QuantizeError
 from appliance.model.tensors import Role
 from appliance.model_files.gguf_names import parts_of
 from appliance.quant.formats.ggml_blocks import GGUFStore
@@ -23,6 +22,7 @@ from appliance.quant.formats.store import (
 from appliance.quant.gguf.mixes import MIXES
 from appliance.quant.quality.readers import forms_of
 from appliance.quant.run.options import ResultReader, WeightFormat, end_scheme
+from appliance.quant.run.other_parts import OtherPart, config_with, other_parts
 from appliance.quant.run.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
-    from appliance.quant.formats import WeightReader
     from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.formats.store import Weights, WeightStore
     from appliance.quant.quality.readers import Form
@@ -46,12 +45,13 @@ class PlannedTensor:
     Attributes:
         scheme: its quantization; None keeps 16 bits.
         stored: the tensors it becomes.
+        part: it belongs to; None for the decoder's.
     """
 
     slot: TensorSlot
     scheme: LinearScheme | None
     stored: tuple[TensorLayout, ...]
-    of_head: bool = False
+    part: OtherPart | None = None
 
     @property
     def name(self) -> str:
@@ -77,11 +77,10 @@ class QuantizePlan:
 
     Attributes:
         dtype: of scales and unquantized tensors.
-        tensors: in the order of use, the draft head's last.
-        kept: modules of linear weights that stay dense: widths that no group divides, routers, the
-            draft head.
+        tensors: in the order of use, other parts' last.
+        kept: modules of linear weights that stay dense: widths that no group divides, routers,
+            other parts.
         notes: one line per reason why weights do not get the requested scheme.
-        head: reads the draft head's tensors; None without one.
     """
 
     dtype: torch.dtype
@@ -89,12 +88,11 @@ class QuantizePlan:
     kept: tuple[str, ...]
     notes: tuple[str, ...]
     store: WeightStore
-    head: WeightReader | None = None
 
     def layouts(self) -> list[TensorLayout]:
         return [layout for tensor in self.tensors for layout in tensor.stored]
 
-    def model_config(self, config: dict[str, Any]) -> dict[str, Any]:
+    def model_config(self, source: ModelSource) -> dict[str, Any]:
         """Derive the result's config.json from the source's."""
         schemes = {
             tensor.name.removesuffix(_WEIGHT): tensor.scheme
@@ -104,11 +102,13 @@ class QuantizePlan:
         quantized = {tensor.role for tensor in self.tensors if tensor.scheme is not None}
         ignore = [] if Role.HEAD in quantized else ["lm_head"]
         named = Role.EMBEDDING in quantized
-        kept = {key: value for key, value in config.items() if key != "torch_dtype"}
-        return kept | {
+        kept = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+        config = kept | {
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization_config": self.store.config(schemes, [*ignore, *self.kept], named=named),
         }
+        parts = {tensor.part for tensor in self.tensors if tensor.part is not None}
+        return config_with(parts, source, config)
 
 
 def make_plan(
@@ -119,7 +119,7 @@ def make_plan(
 ) -> QuantizePlan:
     """Plan a model: quantize the layers' linears, and embedding and head on request.
 
-    A draft head of the checkpoint stays in 16 bits. `chosen` maps linear weights to schemes that
+    Other parts of the checkpoint stay in 16 bits. `chosen` maps linear weights to schemes that
     differ from the rest.
 
     Raises:
@@ -157,10 +157,15 @@ def make_plan(
     tensors = [_planned(slot, found[slot.name], dtype, store) for slot in slots]
     if options.format is WeightFormat.GGUF:
         return QuantizePlan(dtype, tuple(tensors), tuple(kept), tuple(notes), store)
-    own, head, note = head_tensors(source)
-    tensors += [replace(_planned(slot, None, dtype, store), of_head=True) for slot in own]
-    kept += [slot.name.removesuffix(_WEIGHT) for slot in own if len(slot.shape) == 2]
-    return QuantizePlan(dtype, tuple(tensors), tuple(kept), (*notes, *note), store, head)
+    parts, more = other_parts(source)
+    for part in parts:
+        tensors += [
+            PlannedTensor(slot, None, (part.layout(slot, dtype),), part) for slot in part.slots
+        ]
+        kept += part.linears
+        if options.format is WeightFormat.COMPRESSED_TENSORS:
+            kept += part.patterns
+    return QuantizePlan(dtype, tuple(tensors), tuple(kept), (*notes, *more), store)
 
 
 def _refuse_unread(reader: ResultReader | None, forms: Sequence[Form]) -> None:
@@ -181,20 +186,6 @@ def _wanted(
     if options.file_type:
         return MIXES[options.file_type].scheme_of(slot, source.spec)
     return chosen.get(slot.name, options.scheme)
-
-
-def head_tensors(
-    source: ModelSource,
-) -> tuple[list[TensorSlot], WeightReader | None, tuple[str, ...]]:
-    """Return the draft head's tensors, their reader, and notes for the user."""
-    try:
-        head = find_head(source, in_torch=True)
-    except ApplianceError as error:
-        return [], None, (f"the head that drafts is left out: {error}",)
-    if head is None:
-        return [], None, ()
-    slots = [replace(slot, layer=None, expert=None) for slot in head.slots()]
-    return slots, head.source.weights, ("the head that drafts keeps 16 bits, for --speculate mtp",)
 
 
 def choose_store(

@@ -37,6 +37,12 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int32: "I32",
+    # Of copied tensors.
+    torch.float64: "F64",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
 }
 
 

@@ -1,4 +1,4 @@
-"""Copies tokenizer, chat template and generation settings to the quantized model."""
+"""Copies tokenizer, chat template, processors and generation settings to the quantized model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from appliance.model_files.sampling_defaults import SamplingDefaults
     from appliance.tokenizer.source import TokenizerSource
 
-# Files of tokenizers, generation settings, retrieval and licence in Hugging Face folders.
+# Files of tokenizers, processors, generation settings, retrieval and licence in folders.
 _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,6 +30,9 @@ _CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     MODULES,
     PROMPTS,
     "sentence_bert_config.json",

@@ -44,7 +44,7 @@ class WorkUnit:
     """The smallest work that is finished, or repeated on resuming, as a whole.
 
     Attributes:
-        name: "layer 3", or the tensor's name.
+        name: "layer 3", the words for another part, or the tensor's name.
         layer: index; None for a tensor outside the layers.
     """
 
@@ -62,6 +62,8 @@ def units_of(plan: QuantizePlan) -> list[WorkUnit]:
     for tensor in plan.tensors:
         layer = tensor.slot.layer
         name = tensor.name if layer is None else f"{LAYER}{layer}"
+        if tensor.part is not None:
+            name = tensor.part.what
         units.setdefault(name, (layer, []))[1].append(tensor)
     return [WorkUnit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
 
@@ -190,11 +192,10 @@ class Rounding:
     def plain(self, tensor: PlannedTensor) -> Iterator[Tensor]:
         """Yield an unquantized tensor in its planned type, some rows at a time."""
         (layout,) = tensor.stored
-        weights = self._weights
-        if tensor.of_head:
-            assert self._plan.head is not None
-            weights = self._plan.head
-        pieces = WeightPieces(weights, tensor.name)
+        if tensor.part is not None:
+            yield from tensor.part.rows(tensor.slot, layout.dtype, self._piece)
+            return
+        pieces = WeightPieces(self._weights, tensor.name)
         for rows in row_ranges(tensor.shape, self._piece):
             yield pieces.rows(rows).to(layout.dtype)
 
