@@ -150,8 +150,8 @@ def _file(path: Path) -> ResolvedModel:
     if starts_as_one and starts_as_projector(path):
         raise ModelError(
             f"{path} is a projector file, with which a model reads pictures, and no model itself;"
-            " give the model's own .gguf file: a projector beside it is found, and --mmproj names"
-            " one elsewhere"
+            " give the model's own file, beside which this one is found, and name it with --mmproj"
+            " if it is elsewhere"
         )
     if starts_as_one or is_gguf(path):
         # Without its first part it is no model: the loader says which part is missing.

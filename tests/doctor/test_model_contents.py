@@ -221,7 +221,7 @@ def test_a_path_that_is_no_model_is_not_to_be_fetched(tmp_path: Path, report: Re
     [
         (gguf.GGUFType.ADAPTER, "llama", "an adapter"),
         (gguf.GGUFType.IMATRIX, "llama", "an importance matrix"),
-        (gguf.GGUFType.MMPROJ, "clip", "the projector of images"),
+        (gguf.GGUFType.MMPROJ, "clip", "a projector file, with which"),
         (gguf.GGUFType.MODEL, "controlvector", "a control vector"),
     ],
 )

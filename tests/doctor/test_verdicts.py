@@ -183,7 +183,7 @@ SERVED: dict[str, Callable[[Path], Path]] = {
 POINTER = "version https://git-lfs.github.com/spec/v1\n"
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "adapter": (adapter, "an adapter of org/base"),
-    "projector": (projector, "the projector of images"),
+    "projector": (projector, "a projector file, with which"),
     "pointer": (
         lambda path: with_files(decoder(path), {"model.safetensors": POINTER}),
         "Git LFS pointer",

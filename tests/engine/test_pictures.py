@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.gguf.picture_files import write_picture_files
-from support.gguf.projector_files import TYPES
+from support.gguf.projector_files import TYPES, as_published
 from support.models.towers import TOWER_CASES, TowerCase, with_tower
 
 from appliance.config import EngineConfig
@@ -176,7 +176,7 @@ def request_of(
 
 @pytest.mark.parametrize("name", [name for name in PROCESSORS if TOWER_CASES[name].kind in TYPES])
 def test_answers_of_gguf_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    case = TOWER_CASES[name]
+    case = as_published(TOWER_CASES[name])
     model = with_tower(case)
     model.config.image_token_id = IMAGE
     model.config.save_pretrained(tmp_path)

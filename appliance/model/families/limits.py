@@ -78,6 +78,8 @@ RANGES: dict[str, Range] = {
     "mrope_section": _HEAD_WIDTH,
     "scale_factor": Range(1, 16),
     "projector.scale_factor": Range(1, 16),
+    "projection_dim": _WIDTH,
+    "n_wa_pattern": _LAYERS,
     "downsample_factor": Range(1, 16),
     "depth": _LAYERS,
     "num_heads": _HEADS,

@@ -194,7 +194,7 @@ NO_MODELS = {
     "controlvector": ("a control vector beside a model", "give the model's own file"),
     **dict.fromkeys(
         ("mmproj", "clip"),
-        ("the projector of images beside a model, and generates no text",
+        ("a projector file, with which a model reads pictures, and no model itself",
          "give the model's own file, beside which this one is found"),
     ),
 }  # fmt: skip

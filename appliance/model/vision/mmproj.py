@@ -52,6 +52,8 @@ def read_projector(
     """
     file = GGUFFile(path, in_torch=in_torch)
     family, clip, kind = _family_for(file, text)
+    if clip.own_names is not None:
+        family = replace(family, names=clip.own_names)
     settings = clip.settings(ClipSettings(file))
     spec = family.spec(settings | {"model_type": kind, "text_config": text.config}, str(path))
     weights = MmprojWeights(file, family, clip, spec)
@@ -209,11 +211,12 @@ def _names_in(file: GGUFFile, names: TensorNames, layers: DecoderSpec) -> Tensor
     mlp = layers.layers[0].mlp
     assert isinstance(mlp, MLPSpec)
     is_square = mlp.intermediate_size == layers.hidden_size
-    if is_square or mlp.gated or down not in file.tensor_names():
+    if is_square or down not in file.tensor_names():
         return names
     if file.shape(down) != (mlp.intermediate_size, layers.hidden_size):
         return names
-    return replace(names, gate_up=(names.down,), down=names.gate_up[0])
+    *gate, up = names.gate_up
+    return replace(names, gate_up=(*gate, names.down), down=up)
 
 
 def _no_settings(file: GGUFFile) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.gguf.projector_files import TYPES, write_projector
+from support.gguf.projector_files import TYPES, as_published, write_projector
 from support.models.native_models import LIBRARY
 from support.models.towers import TOWER_CASES, TowerCase, text_of, with_tower
 
@@ -97,7 +97,7 @@ def test_rows_are_those_of_transformers(name: str, load: str, save: Callable[[An
 def test_rows_of_projector_files_are_those_of_transformers(
     name: str, load: str, save: Callable[[Any], Path], tmp_path: Path
 ) -> None:
-    case = TOWER_CASES[name]
+    case = as_published(TOWER_CASES[name])
     model = with_tower(case)
     file = write_projector(tmp_path / "mmproj-F32.gguf", model, PROCESSOR)
     source = open_projector(file, text_of(save(model), case.kind), in_torch=load == "torch")

@@ -115,6 +115,7 @@ class ClipMapping:
         outside: names around the layers, by the family's, both without `.weight` and `.bias`; `{}`
             is a tap's place here and its layer there.
         names: of the layers' tensors and the last norm.
+        own_names: the family's for layers whose tensors only these files split; None: its own.
         interleaved_rope: as in `GGUFMapping`.
         tapped: those of `wholes` whose towers have taps.
         always: architectures of texts that always have a tower.
@@ -125,6 +126,7 @@ class ClipMapping:
     settings: Callable[[ClipSettings], dict[str, Any]]
     outside: Mapping[str, str]
     names: TensorNames = CLIP_NAMES
+    own_names: TensorNames | None = None
     interleaved_rope: bool = False
     tapped: frozenset[str] = frozenset()
     always: frozenset[str] = frozenset()

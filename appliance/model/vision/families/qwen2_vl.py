@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.activation import Activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
+    CLIP_NAMES,
     EMBEDDING,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_axial_rope,
     read_layers,
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 _EPSILON = 1e-6  # of all norms, in the classes' code
 _SECTIONS = (16, 24, 24)  # where the settings have none
+_WINDOW = 112  # pixels of a window, which files leave out
 _PLACES = (("model.visual.", ""), ("visual.", ""))
 
 
@@ -105,17 +111,75 @@ def _names(gate_up: tuple[str, ...], down: str) -> TensorNames:
     )
 
 
+def _clip_2(clip: ClipSettings) -> dict[str, Any]:
+    found = _clip(clip)
+    vision = found["vision_config"]
+    width = vision["hidden_size"]
+    # The width in the settings is the text's; llama.cpp goes by the tensors, too.
+    inner = prod(clip.tensors.get("v.blk.0.ffn_up.weight", (0,))) // width
+    return {
+        "vision_config": vision
+        | {
+            "embed_dim": width,
+            "mlp_ratio": inner / width,
+            "hidden_size": clip.integer("projection_dim"),
+        }
+    }
+
+
+def _clip_2_5(clip: ClipSettings) -> dict[str, Any]:
+    found = _clip(clip)
+    vision, period = found["vision_config"], clip.integer("n_wa_pattern")
+    whole = range(period - 1, vision["depth"], period)
+    size = clip.integer("window_size", _WINDOW)
+    return {"vision_config": vision | {"fullatt_block_indexes": [*whole], "window_size": size}}
+
+
+def _clip(clip: ClipSettings) -> dict[str, Any]:
+    vision = clip.layers_of_tower()
+    more = {
+        "depth": vision["num_hidden_layers"],
+        "num_heads": vision["num_attention_heads"],
+        "spatial_merge_size": clip.integer("spatial_merge_size", 2),
+    }
+    return {"vision_config": vision | more}
+
+
+_APART = ("attn.q", "attn.k", "attn.v")
+_OUTSIDE = {
+    f"{TOWER}patch_embed.proj": "v.patch_embd",
+    f"{TOWER}merger.mlp.0": "mm.0",
+    f"{TOWER}merger.mlp.2": "mm.2",
+}
+_NAMES_2 = _names(("mlp.fc1",), "mlp.fc2")
+_NAMES_2_5 = _names(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
 QWEN2_VL = TowerFamily(
     name="qwen2_vl",
     tower_types={"qwen2_vl": "qwen2_vl_vision"},
     read=_read_2,
-    names=_names(("mlp.fc1",), "mlp.fc2"),
+    names=_NAMES_2,
     places=_PLACES,
+    clip=ClipMapping(
+        "qwen2vl_merger",
+        {"qwen2vl": "qwen2_vl"},
+        _clip_2,
+        _OUTSIDE,
+        own_names=replace(_NAMES_2, qkv=_APART),
+        always=frozenset({"qwen2vl"}),
+    ),
 )
 QWEN2_5_VL = TowerFamily(
     name="qwen2_5_vl",
     tower_types={"qwen2_5_vl": "qwen2_5_vl_vision"},
     read=_read_2_5,
-    names=_names(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+    names=_NAMES_2_5,
     places=_PLACES,
+    clip=ClipMapping(
+        "qwen2.5vl_merger",
+        {"qwen2vl": "qwen2_5_vl"},
+        _clip_2_5,
+        _OUTSIDE,
+        names=replace(CLIP_NAMES, gate_up=("ffn_gate", "ffn_up")),
+        own_names=replace(_NAMES_2_5, qkv=_APART),
+    ),
 )

@@ -41,6 +41,9 @@ def write_picture_files(folder: Path, model: Any, processor: dict[str, Any]) -> 
         return write_gguf(path, text, "gemma3", settings)
     settings = gguf_settings(text.config)
     label = architecture_of(text.config)
+    if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        label = "qwen2vl"
+        settings |= {"rope.dimension_sections": _sections(model)}
     if model.config.model_type == "qwen3_vl":
         label = "qwen3vl"
         taps = model.config.vision_config.deepstack_visual_indexes
@@ -54,8 +57,11 @@ def text_of(model: Any) -> Any:
     import transformers
 
     config = model.config.get_text_config()
-    if config.model_type == "qwen3_vl_text":  # the class of a text alone is Qwen 3's
+    # The class of a text alone is another one's.
+    if config.model_type == "qwen3_vl_text":
         config = transformers.Qwen3Config(**{**config.to_dict(), "model_type": "qwen3"})
+    if config.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        config = transformers.Qwen2Config(**{**config.to_dict(), "model_type": "qwen2"})
     text = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = {"lm_head.weight": model.lm_head.weight}
     for name, tensor in model.state_dict().items():

@@ -1,12 +1,13 @@
 """GGUF projector files (`mmproj`) of small models, as llama.cpp's converter writes them.
 
 Settings and transforms are those of conversion/base.py (MmprojModel), smolvlm.py, gemma.py,
-lfm2.py, llava.py and qwen3vl.py; names of tensors are gguf's own.
+lfm2.py, llava.py, qwenvl.py and qwen3vl.py; names of tensors are gguf's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from gguf.constants import Keys, VisionProjectorType
 from support.gguf.gguf_files import known_name, write_gguf_file
 
 if TYPE_CHECKING:
+    from support.models.towers import TowerCase
     from torch import Tensor
 
 TYPES = {
@@ -22,6 +24,8 @@ TYPES = {
     "idefics3": VisionProjectorType.IDEFICS3,
     "gemma3": VisionProjectorType.GEMMA3,
     "lfm2_vl": VisionProjectorType.LFM2,
+    "qwen2_vl": VisionProjectorType.QWEN2VL,
+    "qwen2_5_vl": VisionProjectorType.QWEN25VL,
     "qwen3_vl": VisionProjectorType.QWEN3VL,
     "qwen3_5": VisionProjectorType.QWEN3VL,
     "mistral3": VisionProjectorType.PIXTRAL,
@@ -58,6 +62,14 @@ def write_projector(
     return write_gguf_file(path, "clip", present, tensors, packed)
 
 
+def as_published(case: TowerCase) -> TowerCase:
+    """The same model as far as files can tell it: windows of 112 pixels, layers at intervals."""
+    if case.kind != "qwen2_5_vl":
+        return case
+    seen = {"fullatt_block_indexes": [1, 3], "window_size": 112}
+    return replace(case, vision=case.vision | seen)
+
+
 def q8_0(name: str, data: Any) -> GGMLQuantizationType | None:
     """What `--outtype q8_0` stores in 8 bits: matrices that blocks of 32 fill, patches apart."""
     kept = "patch_embd" in name or "patch_merger" in name or "position_embd" in name
@@ -87,7 +99,7 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
         _VISION.PROJECTION_DIM: config.get_text_config().hidden_size,
         _VISION.PATCH_SIZE: vision.patch_size,
         _VISION.EMBEDDING_LENGTH: vision.hidden_size,
-        _VISION.FEED_FORWARD_LENGTH: vision.intermediate_size,
+        _VISION.FEED_FORWARD_LENGTH: getattr(vision, "intermediate_size", 0),
         _VISION.BLOCK_COUNT: depth,
         _VISION.Attention.HEAD_COUNT: getattr(vision, "num_heads", None)
         or vision.num_attention_heads,
@@ -97,7 +109,16 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
         _VISION.Attention.LAYERNORM_EPS: getattr(vision, "layer_norm_eps", 1e-5),
         _VISION.USE_GELU: True,
     }
-    if kind.startswith("qwen"):
+    if kind.startswith("qwen2"):
+        found[_VISION.IMAGE_SIZE] = 560
+        del found[_VISION.USE_GELU]
+    if kind == "qwen2_vl":
+        found[_VISION.EMBEDDING_LENGTH] = vision.embed_dim
+        found[_VISION.FEED_FORWARD_LENGTH] = vision.hidden_size
+    if kind == "qwen2_5_vl":
+        found[_VISION.USE_SILU] = True
+        found[_VISION.N_WA_PATTERN] = vision.fullatt_block_indexes[0] + 1
+    if kind.startswith("qwen3"):
         found[_VISION.IMAGE_SIZE] = int(vision.num_position_embeddings**0.5 * vision.patch_size)
         found[_VISION.SPATIAL_MERGE_SIZE] = vision.spatial_merge_size
         found[_VISION.Attention.LAYERNORM_EPS] = config.text_config.rms_norm_eps
@@ -131,11 +152,14 @@ def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tens
         tensor = heads.swapaxes(1, 2).reshape(tensor.shape)
     if "soft_emb_norm" in name:
         tensor = tensor + 1
-    if name.startswith("visual.deepstack_merger_list."):
+    if kind.startswith("qwen2") and ".qkv." in name:
+        for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+            yield known_name(name.replace("qkv", part), "clip", vision.depth), rows
+    elif name.startswith("visual.deepstack_merger_list."):
         _, _, place, part, ending = name.split(".")
         layer = vision.deepstack_visual_indexes[int(place)]
         yield f"v.deepstack.{layer}.{part.removeprefix('linear_')}.{ending}", tensor
-    elif name.startswith("visual.merger."):
+    elif name.startswith("visual.merger.") and kind.startswith("qwen3"):
         _, _, part, ending = name.split(".")
         own = {"linear_fc1": "mm.0", "linear_fc2": "mm.2", "norm": "v.post_ln"}[part]
         yield f"{own}.{ending}", tensor

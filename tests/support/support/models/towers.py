@@ -254,7 +254,12 @@ def with_tower(case: TowerCase, seed: int = 1) -> Any:
 
 
 # Architectures of GGUF files of texts whose folders are read as another family's.
-_ARCHITECTURES = {"qwen3_vl": "qwen3vl", "mistral3": "mistral3"}
+_ARCHITECTURES = {
+    "qwen2_vl": "qwen2vl",
+    "qwen2_5_vl": "qwen2vl",
+    "qwen3_vl": "qwen3vl",
+    "mistral3": "mistral3",
+}
 
 
 def text_of(folder: Path, kind: str) -> ModelSource:
