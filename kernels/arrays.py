@@ -201,8 +201,7 @@ def like(model: Any, array: np.ndarray[Any, Any]) -> Any:
     """Return NumPy's array as the kind of `model`, on its device."""
     if isinstance(model, np.ndarray):
         return of_numpy(array)
-    found = of_numpy(array).tensor()
-    return found.to(model.device) if model.is_cuda else found
+    return of_numpy(array).tensor().to(model.device)
 
 
 def empty(shape: Any, dtype: Any, model: Any) -> Any:

@@ -11,7 +11,7 @@ from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.kernels.weights.weight import dense
 from appliance.model.vision.positions import fitted
-from appliance.model.vision.spec import AxisTables, PositionTable
+from appliance.model.vision.spec import PositionTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +49,9 @@ class CellNorm:
     def of(cls, source: TowerSource, name: str, spec: NormSpec) -> CellNorm:
         if not spec.weight:
             return cls(1.0, None, spec.eps)
-        weight = dense(source.load(f"{name}.weight"), "float32") + spec.offset
+        weight = source.floats(f"{name}.weight") + spec.offset
         has_bias = spec.centered and spec.bias
-        bias = dense(source.load(f"{name}.bias"), "float32") if has_bias else None
+        bias = source.floats(f"{name}.bias") if has_bias else None
         return cls(weight, bias, spec.eps)
 
 
@@ -121,9 +121,7 @@ class Projector:
         scale: Any = spec.scale
         bias: Any = 0.0
         if spec.standard:
-            factor, least = (
-                dense(source.load(spec.standard + part), "float32") for part in ("scale", "bias")
-            )
+            factor, least = (source.floats(spec.standard + part) for part in ("scale", "bias"))
             scale, bias = factor * spec.scale, -least * factor
         return cls(merge, spec, scale, bias, norm, steps)
 
@@ -171,25 +169,19 @@ class PatchEmbedding:
     @classmethod
     def of(cls, source: TowerSource, make: MakeLinear) -> PatchEmbedding:
         spec = source.spec
-        weight = _patch_weight(
-            dense(source.load(f"{spec.patch.name}.weight"), "float32"), spec.patch
-        )
-        bias = dense(source.load(f"{spec.patch.name}.bias"), "float32") if spec.patch.bias else None
-        first = None
-        if spec.first_row:
-            first = dense(source.load(spec.first_row), "float32").reshape(1, -1)
+        weight = _patch_weight(source.floats(f"{spec.patch.name}.weight"), spec.patch)
+        bias = source.floats(f"{spec.patch.name}.bias") if spec.patch.bias else None
         if spec.patch.from_zero:  # 2 x - 1
             weight, bias = 2 * weight, -weight.sum(1) if bias is None else bias - weight.sum(1)
-        table = None
-        if isinstance(spec.table, AxisTables):
-            table = np.asarray(dense(source.load(spec.table.name), "float32"))
-        elif spec.table is not None:
-            stored = dense(source.load(spec.table.name), "float32")
-            stored = stored.reshape(-1, spec.layers.hidden_size)
+        table, first = None, source.floats(spec.first_row) if spec.first_row else None
+        if spec.table is not None:
+            # Stays in NumPy, which fits it to each picture.
+            table = np.asarray(dense(source.weights.load(spec.table.name), "float32"))
+        if table is not None and isinstance(spec.table, PositionTable):
+            rows, side = table.reshape(-1, spec.layers.hidden_size), spec.table.side
             if first is not None:
-                first, stored = first + stored[:1], stored[1:]
-            side = spec.table.side
-            table = np.asarray(stored).reshape(side, side, -1)
+                first = first.reshape(1, -1) + arrays.like(first, rows[:1])
+            table = rows[-side * side :].reshape(side, side, -1)
         norm = None
         if spec.first_norm is not None:
             norm = CellNorm.of(source, spec.first_norm_name, spec.first_norm)
@@ -208,13 +200,13 @@ def _linear(
     source: TowerSource, spec: ProjectorLinear, merge: int, make: MakeLinear
 ) -> Callable[[Any], Any]:
     if spec.stored_transposed:
-        weight = dense(source.load(spec.name), "float32").swapaxes(0, 1)
+        weight = source.floats(spec.name).swapaxes(0, 1)
         return make(weight, None)
-    weight = dense(source.load(f"{spec.name}.weight"), "float32")
+    weight = source.floats(f"{spec.name}.weight")
     if spec.channels_first:
         places = weight.reshape(len(weight), -1, merge**2)
         weight = places.swapaxes(1, 2).reshape(len(weight), -1)
-    bias = dense(source.load(f"{spec.name}.bias"), "float32") if spec.bias else None
+    bias = source.floats(f"{spec.name}.bias") if spec.bias else None
     return make(weight, bias)
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from appliance.kernels.weights.weight import Weight
+    import torch
+
     from appliance.model.spec import LayerSpec
     from appliance.model.vision.families.family import TowerFamily
     from appliance.model.vision.spec import TextAxes, TowerSpec
@@ -42,15 +43,18 @@ class TowerSource:
     Attributes:
         layers: its layers as a decoder's, which the executors of decoders load.
         weights: of the layers and of all else.
+        device: of torch, on which what is around the layers is computed; None: where it is read.
     """
 
     spec: TowerSpec
     layers: ModelSource
     weights: TowerWeights
+    device: torch.device | None = None
 
-    def load(self, name: str) -> Weight:
-        weight: Weight = self.weights.load(name)
-        return weight
+    def floats(self, name: str) -> Any:
+        """Read a tensor around the layers in float32."""
+        found = dense(self.weights.load(name), "float32")
+        return found if self.device is None else found.to(self.device)
 
 
 def open_tower(path: Path, *, in_torch: bool = True) -> TowerSource | None:

@@ -79,15 +79,12 @@ def load_torch_tower(
     backend = without_cache(select_backend(device), looks_ahead=True)
     decoder = load_decoder(source.layers, backend, device, dtype, on_progress)
 
-    def make(weight: Tensor, bias: Tensor | None) -> BiasedLinear:
-        return BiasedLinear(weight.to(device), None if bias is None else bias.to(device))
-
     bounds = (*(first for first, _ in source.spec.runs), len(decoder.layers))
     runs = [
         TorchLayers(_part(decoder, first, last), source.spec.last_norm and last == bounds[-1])
         for first, last in pairwise(bounds)
     ]
-    return make_tower(source, runs, make)
+    return make_tower(replace(source, device=device), runs, BiasedLinear)
 
 
 def _part(decoder: Decoder, first: int, last: int) -> Decoder:

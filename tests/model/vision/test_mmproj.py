@@ -86,7 +86,7 @@ def test_eight_bits_stay_eight_bits(save: Callable[[Any], Path], tmp_path: Path)
     file = write_projector(tmp_path / "mmproj-Q8_0.gguf", model, PROCESSOR, q8_0)
     source = open_projector(file, text, in_torch=False)
     linear = "tower.blocks.0.mlp.linear_fc1.weight"
-    assert isinstance(source.load(linear), PackedWeight)
+    assert isinstance(source.weights.load(linear), PackedWeight)
     assert source.weights.packed_bits(linear) == 8
     tower = load_native_tower(source, NativeEngine(LIBRARY, 2), np.float32)
     exact = open_projector(file, text)
@@ -103,7 +103,7 @@ def test_eight_bits_stay_eight_bits(save: Callable[[Any], Path], tmp_path: Path)
     )
     widened = "tower.blocks.0.attn.qkv.weight"
     assert narrow.weights.packed_bits(widened) is None
-    assert narrow.load(widened).shape == narrow.weights.shape(widened) == (3 * 8 * 16, 64)
+    assert narrow.weights.load(widened).shape == narrow.weights.shape(widened) == (3 * 8 * 16, 64)
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "gemma3"])
@@ -117,7 +117,7 @@ def test_early_files_call_up_what_is_down(
     source, own = (open_projector(file, text, in_torch=False) for file in (early, path))
     for part in ("mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight"):
         tensor = f"tower.encoder.layers.1.{part}"
-        np.testing.assert_array_equal(source.load(tensor), own.load(tensor))
+        np.testing.assert_array_equal(source.weights.load(tensor), own.weights.load(tensor))
 
 
 def _swapped(name: str) -> str:

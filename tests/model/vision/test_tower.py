@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from support.models.native_models import LIBRARY
 from support.models.towers import TOWER_CASES, TowerCase, text_of, with_tower
 
 from appliance.kernels.cpu.engine import NativeEngine
+from appliance.model.encoder.encoder import BiasedLinear
 from appliance.model.vision.positions import patch_places
+from appliance.model.vision.projector import PatchEmbedding, Projector
 from appliance.model.vision.source import open_projector, open_tower
 from appliance.model.vision.torch_tower import load_torch_tower
 from appliance.model.vision.tower import PatchGrid, load_native_tower
@@ -113,3 +116,19 @@ def test_names_of_the_classes_are_read_too(name: str, tmp_path: Path) -> None:
     tensors = {key: value.clone() for key, value in model.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert_rows(native_tower(open_tower(tmp_path, in_torch=False)), case, model)
+
+
+@pytest.mark.parametrize("name", ["lfm2_vl", "internvl", "glm4v"])
+def test_what_is_around_the_layers_is_on_the_device(name: str, save: Callable[[Any], Path]) -> None:
+    """Torch refuses to compute with tensors of two devices."""
+    case, device = TOWER_CASES[name], torch.device("meta")
+    found = open_tower(save(with_tower(case)))
+    assert found is not None
+    source, spec = replace(found, device=device), found.spec
+    rows, columns = case.grids[0]
+    patches = np.zeros((rows * columns, spec.patch.inputs), np.float32)
+    places = patch_places(rows, columns, spec.merge)
+    stream = PatchEmbedding.of(source, BiasedLinear)(patches, places, (rows, columns))
+    assert stream.device == device
+    projector = Projector.of(source, spec.projector, spec.merge, BiasedLinear)
+    assert projector(stream[-rows * columns :]).device == device
