@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -24,8 +27,10 @@ MAX_BYTES = 32 << 20  # of a file
 CPU_SECONDS = 20.0  # per picture; the largest took 5
 MEMORY_BYTES = 2 << 30  # four copies of the largest, and Python
 MOST_WORKERS = 2  # at once
+KEPT_BYTES = 64 << 20  # of pixels, for the next turn: clients send a conversation's pictures again
 
 _ANY = TokenRange()
+_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,15 @@ class Picture:
     segments: tuple[PromptSegment, ...]
     digest: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.pixels))
+
 
 class Pictures:
-    """Decodes and resizes pictures for one model. Thread-safe; nothing starts before the first.
+    """Decodes and resizes pictures for one model, and keeps the last ones.
+
+    Thread-safe; nothing starts before the first.
 
     Args:
         allowed: image rows for each picture.
@@ -70,6 +81,8 @@ class Pictures:
             memory_bytes=MEMORY_BYTES,
             most=MOST_WORKERS,
         )
+        self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # the oldest first
+        self._lock = threading.Lock()
 
     @classmethod
     def of_model(cls, path: Path, image_tokens: str, mmproj: str = "") -> Self | None:
@@ -88,7 +101,7 @@ class Pictures:
         return None if spec is None else cls(spec, TokenRange.of(image_tokens))
 
     def read(self, data: bytes, detail: ImageDetail = ImageDetail.AUTO) -> Picture:
-        """Decode a file's bytes and resize.
+        """Decode a file's bytes and resize, unless the same were read lately.
 
         Raises:
             ImageError: no picture, damaged, or its decoder needs too much time or memory.
@@ -100,6 +113,19 @@ class Pictures:
                 f"the image has {len(data)} bytes, and at most {MAX_BYTES >> 20} MiB are taken; "
                 "send a smaller one"
             )
+        key = blake2b(data, key=detail.value.encode(), digest_size=_KEY_BYTES).digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        picture = self._decode(data, spec)
+        with self._lock:
+            self._kept[key] = picture
+            while sum(one.num_bytes for one in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return picture
+
+    def _decode(self, data: bytes, spec: ImageProcessorSpec) -> Picture:
         request = {"size_rule": msgspec.to_builtins(spec.size_rule), "resample": spec.resample}
         try:
             answer = self.workers.ask(request, data, cpu_seconds=CPU_SECONDS)
@@ -111,7 +137,9 @@ class Pictures:
         return _picture(spec, answer)
 
     def rest(self) -> None:
-        """End idle processes; the next picture starts one."""
+        """End idle processes and forget pictures; the next one starts a process."""
+        with self._lock:
+            self._kept.clear()
         self.workers.rest()
 
     def close(self) -> None:

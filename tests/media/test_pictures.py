@@ -135,6 +135,34 @@ def test_equal_bytes_in_another_shape_are_another_picture() -> None:
     assert digests[0] != digests[1]
 
 
+def test_the_same_bytes_are_decoded_once_and_no_other_is_taken_for_them(
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients send all pictures of a conversation again with each question."""
+    asked: list[int] = []
+    ask = pictures.workers.ask
+
+    def counted(content: Any, data: bytes, **more: Any) -> Packet:
+        asked.append(len(data))
+        return ask(content, data, **more)
+
+    monkeypatch.setattr(pictures.workers, "ask", counted)
+    one, other = file_of(image()), file_of(image(90, 161))
+    first = pictures.read(one)
+    assert pictures.read(bytes(bytearray(one))) == first
+    assert len(asked) == 1
+    assert pictures.read(other) != first
+    assert pictures.read(one, ImageDetail.LOW).digest != b""
+    assert len(asked) == 3, "another detail is resized anew"
+    pictures.rest()
+    assert pictures.read(one) == first
+    assert len(asked) == 4
+    monkeypatch.setattr(pictures_module, "KEPT_BYTES", first.num_bytes + 1)
+    pictures.read(other)
+    pictures.read(one)
+    assert len(asked) == 6, "the oldest left, since both are too many"
+
+
 def test_a_bomb_is_refused_at_once_and_in_little_memory(
     pictures: Pictures, new_children: NewChildren
 ) -> None:
@@ -187,8 +215,9 @@ def test_a_process_that_is_killed_costs_one_picture(
     worker.send_signal(signal.SIGKILL)
     wait_until(lambda: has_ended(worker))
     with pytest.raises(ImageError, match="another format"):
-        pictures.read(file_of(image()))
+        pictures.read(file_of(image(91)))
     assert pictures.read(file_of(image())) == expected
+    assert pictures.read(file_of(image(91))).rows
     assert pictures.workers.started == 2
 
 
@@ -203,10 +232,10 @@ def test_a_process_that_hangs_is_ended(
     worker.suspend()
     begin = time.monotonic()
     with pytest.raises(ImageError, match=r"more than 0\.05 s"):
-        pictures.read(file_of(image()))
+        pictures.read(file_of(image(91)))
     assert time.monotonic() - begin < 5
     assert has_ended(worker)
-    assert pictures.read(file_of(image())).rows
+    assert pictures.read(file_of(image(91))).rows
 
 
 def test_too_little_time_or_memory_is_an_error_of_this_picture(
