@@ -13,7 +13,11 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from support.gguf.gguf_files import with_vocabulary
+from support.gguf.picture_files import write_picture_files
+from support.gguf.projector_files import as_published
 from support.models.picture_models import PICTURE_MODELS, write_picture_model
+from support.models.towers import TOWER_CASES
 from support.runs.fetched import pictures
 from transformers import (
     AutoModelForImageTextToText,
@@ -109,6 +113,31 @@ def test_images_of_pillow_are_answered_as_transformers_answers(
     quantize_model(folder, out, QuantizeOptions(WeightScheme(8, 32), Method.RTN))
     with opened(out) as llm:
         assert asked(llm, part(dog), part(cat)) == by_transformers(name, out, dog, cat)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_gguf_files_are_answered_as_transformers_answers(
+    name: str, cat: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOWER_CASES, name, as_published(TOWER_CASES[name]))
+    folder = write_picture_model(name, tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    usual = getattr(transformers, PICTURE_MODELS[name].processor["image_processor_type"] + "Pil")
+    processor = usual(**PICTURE_MODELS[name].processor)
+    settings = {"image_mean": [*processor.image_mean], "image_std": [*processor.image_std]}
+    size = processor.size
+    path = write_picture_files(
+        tmp_path,
+        model,
+        settings,
+        image_min_pixels=size["shortest_edge"],
+        image_max_pixels=size["longest_edge"],
+    )
+    with_vocabulary(path, AutoTokenizer.from_pretrained(folder))
+    dog = cat.rotate(90, expand=True)
+    with opened(path) as llm:
+        assert asked(llm, part(cat)) == by_transformers(name, folder, cat)
+        assert asked(llm, part(dog), part(cat)) == by_transformers(name, folder, dog, cat)
 
 
 def test_every_form_of_a_picture_is_the_same_picture(

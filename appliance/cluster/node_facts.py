@@ -16,6 +16,7 @@ from appliance.config.values import named_paths
 from appliance.engine.served_model import weights_digest
 from appliance.errors import ApplianceError, ConfigError
 from appliance.hub.found_model import find_model_of
+from appliance.model_files.projectors import find_projector
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     """The facts on which nodes must agree.
 
     Attributes:
-        weights: digest of the files of the model, its adapters and its draft model.
+        weights: digest of the files of the model, its adapters, its draft model and what reads its
+            pictures.
         problem: why the node cannot use them; empty if it can.
     """
 
@@ -44,6 +46,8 @@ def look(engine: EngineConfig) -> NodeFacts:
         paths = [model.path, *map(Path, named_paths(engine.lora, "lora").values())]
         if engine.draft_model not in ("", SELF_DRAFT):
             paths.append(Path(engine.draft_model))
+        projector = find_projector(model.path, engine.mmproj) if engine.images else None
+        paths += [] if projector is None else [projector]
         digests = " ".join(weights_digest(path).hex() for path in paths)
     except (ApplianceError, OSError) as error:
         return NodeFacts(__version__, problem=str(error))

@@ -101,7 +101,7 @@ def check_weights(scope: Scope) -> Iterator[Finding]:
         is_whole = yield from _tensors(source)
         yield from _weights(source)
         if is_whole:
-            yield _execution(scope.engine, source)
+            yield from _execution(scope.engine, source)
 
 
 def check_texts(scope: Scope) -> Iterator[Finding]:
@@ -262,19 +262,21 @@ def _weights(source: EncoderSource | ModelSource) -> Iterator[Finding]:
             yield Finding("note", Grade.OK, note)
 
 
-def _execution(config: EngineConfig, source: EncoderSource | ModelSource) -> Finding:
-    """Say what would run it on this machine, or why nothing does."""
+def _execution(config: EngineConfig, source: EncoderSource | ModelSource) -> Iterator[Finding]:
+    """Say what would run it on this machine, and read its pictures, or why nothing does."""
     from appliance.engine.encoder.encoder_execution import (
         encoder_execution_on,
         memory_for,
         plan_encoder,
     )
     from appliance.engine.load.memory_request import request_memory
+    from appliance.engine.load.pictures import open_pictures
     from appliance.engine.memory.plan import plan_memory
     from appliance.model.encoder.source import EncoderSource
 
     if config.draft_model or config.eagle_head:  # other files
         config = msgspec.structs.replace(config, speculate="auto")
+    notes: tuple[str, ...] = ()
     try:
         if isinstance(source, EncoderSource) or source.only_reads:
             reads = encoder_execution_on(config, source, None)
@@ -284,10 +286,17 @@ def _execution(config: EngineConfig, source: EncoderSource | ModelSource) -> Fin
             execution, request = request_memory(config, source)
             plan = plan_memory(request)
             words = f"{execution.name}, with a KV cache in {request.kv_format}"
+            _, notes = open_pictures(config, source, execution.precision)
     except ApplianceError as error:
-        return failed("execution", error, source.path)
+        yield failed("execution", error, source.path)
+        return
     size = plan.weight_bytes / MIB
-    return Finding("execution", Grade.OK, f"{words}; its weights take {size:,.0f} MiB")
+    yield Finding("execution", Grade.OK, f"{words}; its weights take {size:,.0f} MiB")
+    if plan.picture_bytes:
+        size = plan.picture_bytes / MIB
+        yield Finding("pictures", Grade.OK, f"read; {size:,.0f} MiB, with room for one")
+    for note in notes:
+        yield Finding("pictures", Grade.OK if plan.picture_bytes else Grade.WARN, note)
 
 
 def _kind_of(source: ModelSource, name: str) -> str:

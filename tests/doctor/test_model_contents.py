@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.echo.byte_tokenizer import save_byte_tokenizer
-from support.gguf.gguf_files import write_gguf_file
+from support.gguf.gguf_files import with_tokenizer, write_gguf_file
+from support.gguf.picture_files import write_picture_files
 from support.models.causal_models import random_model
+from support.models.towers import TOWER_CASES, with_tower
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -62,6 +64,19 @@ def test_a_sound_folder_has_nothing_to_mend(folder: Path, report: Report) -> Non
     assert "family: llama, described here; 2 layers" in words
     assert "'<|im_end|>'" in words
     assert "takes a system message" in words
+
+
+def test_pictures_of_a_gguf_model_and_what_is_missing_for_them(
+    tmp_path: Path, report: Report
+) -> None:
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    path = write_picture_files(tmp_path, with_tower(TOWER_CASES["qwen3_vl"]), settings)
+    with_tokenizer(path, 128)
+    assert "pictures: read; " in found(report(path), Grade.OK)
+    (tmp_path / "mmproj-F32.gguf").unlink()
+    words = found(report(path), Grade.WARN)
+    assert "pictures: pictures are not read" in words
+    assert "no projector file is beside model.gguf" in words
 
 
 def test_settings_that_are_assumed_or_without_effect(folder: Path, report: Report) -> None:

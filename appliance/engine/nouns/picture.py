@@ -16,7 +16,10 @@ from appliance.media.sizing import Canvas
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-TEXTS_ONLY = "this model reads texts only; leave the pictures out, or serve a model that takes them"
+TEXTS_ONLY = (
+    "this model reads texts only; leave the pictures out, or serve a model that takes them, of GGUF"
+    " models one with its mmproj file beside it"
+)
 _ID_BYTES = 8
 _ID_BITS = 62
 

@@ -167,20 +167,47 @@ def known_name(name: str, architecture: str, num_layers: int) -> str:
 
 def with_tokenizer(path: Path, count: int) -> Path:
     """Add a vocabulary of so many tokens to a file."""
+    words = ["<unk>", "<s>", "</s>", *(f"\u2581w{n}" for n in range(count - 3))]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(words)
+        writer.add_token_scores([float(-n) for n in range(count)])
+        writer.add_token_types([2, 3, 3, *[1] * (count - 3)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    return _rewritten(path, add)
+
+
+def with_vocabulary(path: Path, tokenizer: Any) -> Path:
+    """Add the vocabulary and chat template of a tokenizer of bytes, without merges, to a file."""
+    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    controls = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    kinds = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(words)
+        writer.add_token_types([kinds[word in controls] for word in words])
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+        writer.add_add_bos_token(False)
+        writer.add_chat_template(tokenizer.chat_template)
+
+    return _rewritten(path, add)
+
+
+def _rewritten(path: Path, add: Callable[[gguf.GGUFWriter], None]) -> Path:
+    """Write a file again, with what `add` adds."""
     reader = gguf.GGUFReader(path)
     label = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path.with_suffix(".new"), label)
     for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
+        if not name.startswith(("GGUF.", "general.architecture", "tokenizer.")):
             sub_type = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type)
-    writer.add_tokenizer_model("llama")
-    words = ["<unk>", "<s>", "</s>", *(f"\u2581w{n}" for n in range(count - 3))]
-    writer.add_token_list(words)
-    writer.add_token_scores([float(-n) for n in range(count)])
-    writer.add_token_types([2, 3, 3, *[1] * (count - 3)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    add(writer)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()

@@ -17,9 +17,15 @@ _TEXTS = ("model.language_model.", "model.text_model.")
 _RECURRENT = {"lfm2": "lfm2", "qwen3_5_text": "qwen35"}
 
 
-def write_picture_files(folder: Path, model: Any, processor: dict[str, Any]) -> Path:
-    """Write `model.gguf` and `mmproj-F32.gguf` of a transformers model; return the text's."""
-    write_projector(folder / "mmproj-F32.gguf", model, processor)
+def write_picture_files(
+    folder: Path, model: Any, processor: dict[str, Any], **changes: Any
+) -> Path:
+    """Write `model.gguf` and `mmproj-F32.gguf` of a transformers model; return the text's.
+
+    Args:
+        processor: as for `write_projector`, like `changes`.
+    """
+    write_projector(folder / "mmproj-F32.gguf", model, processor, **changes)
     text, path = text_of(model), folder / "model.gguf"
     kind = text.config.model_type
     if kind in _RECURRENT:
