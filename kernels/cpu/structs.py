@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 26  # AP_ABI
+ABI = 27  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -95,6 +95,7 @@ class LinearStruct(Structure):
         ("offsets", c_void_p),
         ("bias", c_void_p),
         ("input_order", c_void_p),
+        ("bounds", c_void_p),
     )
 
 

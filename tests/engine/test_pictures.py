@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 TOKENS, MANY = 8, 60
 IMAGE = 100  # the id that stands for a row
 HALF = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.4, 0.3]}
+GEMMA4: dict[str, Any] = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "max_soft_tokens": 70,
+    "do_normalize": False,
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {"image_processor_type": "SmolVLMImageProcessor"},
     "idefics3": {
@@ -54,12 +60,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"height": 56, "width": 56},
     },
     "paddleocr_vl": {"image_processor_type": "PaddleOCRVLImageProcessor"},
-    "gemma4": {
-        "image_processor_type": "Gemma4ImageProcessor",
-        "patch_size": 4,
-        "max_soft_tokens": 70,
-        "do_normalize": False,
-    },
+    "gemma4": GEMMA4,
+    "gemma4_clipped": GEMMA4,
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",
@@ -85,7 +87,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = with_tower(case)
     model.config.image_token_id = IMAGE
     model.save_pretrained(folder)
-    settings = PROCESSORS[case.kind] | HALF
+    settings = PROCESSORS[request.param] | HALF
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return Served(case, model, load(folder), folder)
 

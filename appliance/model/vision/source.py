@@ -169,6 +169,10 @@ class TowerWeights:
 
     Args:
         stored: names that `weights` knows, by the family's.
+
+    Attributes:
+        value_scale: of normed values, whose mean square is of wider heads than the checkpoint's;
+            the linear behind them takes it out.
     """
 
     def __init__(
@@ -189,7 +193,10 @@ class TowerWeights:
         }
         names, count = family.names, len(spec.layers.layers)
         self._turns_by_halves = spec.turns_by_halves
-        self._values_are_normed = attention.value_norm is not None
+        narrow = self._hidden_size // self._heads
+        self.value_scale = 1.0
+        if attention.value_norm is not None:
+            self.value_scale = (self._width / narrow) ** 0.5
         turning = names.qkv[:2] if spec.turns_by_halves else ()
         self._turning = {
             f"{names.in_layer(index, part)}.weight" for index in range(count) for part in turning
@@ -294,8 +301,8 @@ class TowerWeights:
 
     def _widened_columns(self, weight: Any) -> Any:
         narrow = self._hidden_size // self._heads
-        if self._values_are_normed and narrow < self._width:
-            weight = dense(weight, "float32") * (narrow / self._width) ** 0.5
+        if self.value_scale != 1.0:
+            weight = dense(weight, "float32") / self.value_scale
         parts = weight.reshape(weight.shape[0], self._heads, narrow)
         return arrays.padded(parts, self._width - narrow).reshape(weight.shape[0], -1)
 

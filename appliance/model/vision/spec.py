@@ -177,6 +177,7 @@ class TowerSpec:
             within the layer (layer scale, arXiv 2103.17239); None without.
         last_norm: the projector reads normed patches; otherwise the stream itself.
         turns_by_halves: stored heads have one half that rotates by columns, and one by rows.
+        clips: linears of the layers clip what they read and write; see `clipping`.
     """
 
     layers: DecoderSpec
@@ -195,6 +196,7 @@ class TowerSpec:
     scales: tuple[str, str] | None = None
     last_norm: bool = True
     turns_by_halves: bool = False
+    clips: bool = False
 
     @property
     def runs(self) -> tuple[tuple[int, bool], ...]:

@@ -14,6 +14,7 @@ from appliance.kernels.rows.ragged import GivenRows, RaggedBatch
 from appliance.model.encoder.decoder_loader import StepKeys, without_cache
 from appliance.model.encoder.encoder import BiasedLinear
 from appliance.model.loader import load_decoder
+from appliance.model.vision.clipping import read_bounds
 from appliance.model.vision.tower import make_tower
 
 if TYPE_CHECKING:
@@ -77,7 +78,13 @@ def load_torch_tower(
         dtype: of weights and activations of the layers; what is around them is float32.
     """
     backend = without_cache(select_backend(device), looks_ahead=True)
+    clips = read_bounds(source)
+    if clips:  # between gate and activation
+        backend = replace(backend, prepare_gated=lambda *_: None)
     decoder = load_decoder(source.layers, backend, device, dtype, on_progress)
+    if clips:
+        clipping = zip(clips, decoder.layers, strict=True)
+        decoder = replace(decoder, layers=tuple(own.around(layer) for own, layer in clipping))
 
     bounds = (*(first for first, _ in source.spec.runs), len(decoder.layers))
     runs = [

@@ -19,6 +19,7 @@ from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.rows.ragged import GivenRows, RaggedBatch
 from appliance.model.native_loader import load_native
 from appliance.model.shard.stage import Stage
+from appliance.model.vision.clipping import read_bounds
 from appliance.model.vision.positions import patch_places, window_order
 from appliance.model.vision.projector import PatchEmbedding, Projector
 
@@ -253,12 +254,15 @@ def load_native_tower(
     whole, mixer = source.layers.spec, next(iter(source.layers.spec.attention_layers.values()))
     cache = StepCache(engine.library, (mixer.num_kv_heads, mixer.head_dim))
     bounds = (*(first for first, _ in source.spec.runs), len(whole.layers))
+    clips = read_bounds(source)
     runs = []
     for rank in range(len(bounds) - 1):
         part = Stage.of(whole, bounds, rank)
         decoder = load_native(source.layers, engine, dtype, on_progress, part=part)
         for index in range(decoder.model.num_layers):
             decoder.model.layers[index].cache_layer = 0
+            if clips:
+                clips[bounds[rank] + index].put(decoder.model.layers[index], packer)
         runs.append(NativeLayers(decoder, cache, part.is_last and source.spec.last_norm))
     return make_tower(source, runs, make)
 

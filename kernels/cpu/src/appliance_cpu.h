@@ -11,7 +11,7 @@
 #pragma GCC visibility push(default)
 
 #define AP_AXES 3 /* time, height and width */
-#define AP_ABI 26 /* changes with every change of a struct or a signature below */
+#define AP_ABI 27 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64

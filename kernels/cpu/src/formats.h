@@ -111,6 +111,10 @@ typedef struct {
     /* (in_features,), the input of each column of the codes; NULL: in order. Integer formats
      * only. */
     const int32_t *input_order;
+    /* (2 + 2 * out_features,): least and most that inputs are clipped to, then least of each
+     * output, then most; NULL: none. Of attention and of an MLP without experts only. Linears of
+     * one input have the same two, and post norms follow a linear into the stream. */
+    const float *bounds;
 } ap_linear;
 
 #endif

@@ -46,6 +46,7 @@ static void norm_row(void *context, int32_t row) {
     float *normed = s->normed + (int64_t)row * width;
     norm_stream(s, stream, normed);
     if (replaces_stream(s)) memcpy(stream, normed, (size_t)width * sizeof(float));
+    if (s->bounds) clip_row(normed, s->bounds[0], s->bounds[1], width);
     prepare_row(&s->in, row);
 }
 
@@ -54,8 +55,32 @@ static void run_norm(step_state *s, const ap_norm *post_norm, const ap_norm *nor
                      const ap_linear *const *linears, int32_t count) {
     s->post_norm = post_norm;
     s->norm = norm;
+    s->bounds = linears[0]->bounds;
     s->in = input_of(linears, count, s->normed, s->rows, s->codes);
     for_rows(s->engine, norm_row, s, s->rows);
+}
+
+/* The outputs of a linear with bounds. */
+typedef struct {
+    const ap_linear *linear;
+    float *out;
+    int32_t stride;
+} clipped_ends;
+
+static void end_clipped(void *context, int32_t row, int32_t first, int32_t last) {
+    const clipped_ends *ends = context;
+    clip_outputs(ends->out + (int64_t)row * ends->stride + first, ends->linear, first, last);
+}
+
+typedef struct {
+    float *x;
+    const ap_linear *linear;
+} clipped_inputs;
+
+static void clip_input_row(void *context, int32_t row) {
+    const clipped_inputs *in = context;
+    int32_t width = in->linear->in_features;
+    clip_row(in->x + (int64_t)row * width, in->linear->bounds[0], in->linear->bounds[1], width);
 }
 
 static void prepare_input_row(void *context, int32_t row) {
@@ -78,11 +103,14 @@ static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
     }
     float *out = s->inputs;
     for (int32_t i = 0; i < count; i++) {
+        clipped_ends ends = {linears[i], out, inputs_width(s->layer)};
         linear_section section = {
             .linears = {linears[i]},
             .in = {form_of(&s->in, linears[i])},
             .out = {out},
             .out_stride = inputs_width(s->layer),
+            .finish = linears[i]->bounds ? end_clipped : NULL,
+            .context = &ends,
             .adapted = &s->adapted,
             .place = AP_INTO_MIXER,
             .first_output = (int32_t)(out - s->inputs),
@@ -93,11 +121,14 @@ static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
     ap_advance(s->engine);
 }
 
-/* Multiply rows x, after conversion to the linear's form, into `out`. The linear is the only one
- * of its place; AP_NUM_PLACES if no adapter may change it. */
-static void run_from(step_state *s, const ap_linear *linear, ap_place place, const float *x,
-                     float *out, bool add) {
+/* Multiply rows x, after conversion to the linear's form, into `out`; with bounds x is clipped. The
+ * linear is the only one of its place; AP_NUM_PLACES if no adapter may change it. */
+static void run_from(step_state *s, const ap_linear *linear, ap_place place, float *x, float *out,
+                     bool add) {
     const ap_linear *linears[] = {linear};
+    clipped_inputs clipped = {x, linear};
+    clipped_ends ends = {linear, out, linear->out_features};
+    if (linear->bounds) for_rows(s->engine, clip_input_row, &clipped, s->rows);
     s->in = input_of(linears, 1, x, s->rows, s->codes);
     if (is_quantized(linear)) for_rows(s->engine, prepare_input_row, s, s->rows);
     linear_section section = {
@@ -106,6 +137,8 @@ static void run_from(step_state *s, const ap_linear *linear, ap_place place, con
         .out = {out},
         .out_stride = linear->out_features,
         .add = add,
+        .finish = linear->bounds ? end_clipped : NULL,
+        .context = &ends,
     };
     if (place != AP_NUM_PLACES) {
         run_shrink(s, place);
@@ -117,7 +150,7 @@ static void run_from(step_state *s, const ap_linear *linear, ap_place place, con
 
 /* Multiply by the linear back into the stream: directly, or before a post norm. */
 static void run_into_stream(step_state *s, const ap_linear *linear, ap_place place,
-                            const float *x, const ap_norm *post_norm, bool is_part) {
+                            float *x, const ap_norm *post_norm, bool is_part) {
     bool waits = post_norm->weight != NULL;
     float *part = begin_partial(s, is_part), *out = waits ? s->added : s->stream;
     run_from(s, linear, place, x, part ? part : out, !part && !waits);
@@ -126,8 +159,11 @@ static void run_into_stream(step_state *s, const ap_linear *linear, ap_place pla
 
 static void activate(void *context, int32_t row, int32_t first, int32_t last) {
     step_state *s = context;
-    int64_t place = (int64_t)row * s->layer->gate.out_features + first;
-    const float *up = has_linear(&s->layer->up) ? s->up + place : NULL;
+    const ap_layer *layer = s->layer;
+    int64_t place = (int64_t)row * layer->gate.out_features + first;
+    float *up = has_linear(&layer->up) ? s->up + place : NULL;
+    if (layer->gate.bounds) clip_outputs(s->gate + place, &layer->gate, first, last);
+    if (up && layer->up.bounds) clip_outputs(up, &layer->up, first, last);
     gated_row(s->gate + place, up, &s->layer->gating, last - first, s->gate + place);
 }
 

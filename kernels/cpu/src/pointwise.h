@@ -86,6 +86,17 @@ static void scale_row(float *x, float factor, int32_t width) {
         store_next(x + i, vf_mul(load_next(x + i, width - i), vf_set(factor)), width - i);
 }
 
+static void clip_row(float *x, float least, float most, int32_t width) {
+    for (int32_t i = 0; i < width; i++) x[i] = fminf(fmaxf(x[i], least), most);
+}
+
+/* Clip outputs `first` to `last` - 1 of a linear, which begin at x. */
+static void clip_outputs(float *x, const ap_linear *linear, int32_t first, int32_t last) {
+    const float *least = linear->bounds + 2, *most = least + linear->out_features;
+    for (int32_t i = first; i < last; i++)
+        x[i - first] = fminf(fmaxf(x[i - first], least[i]), most[i]);
+}
+
 /* cap * tanh(x / cap) */
 static void softcap_row(float *x, float cap, int32_t width) {
     vfloat caps = vf_set(cap);

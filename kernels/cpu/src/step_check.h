@@ -129,6 +129,12 @@ static bool sights_fit(const ap_batch *batch) {
     return true;
 }
 
+/* True if what linears with bounds say is clipped before it is added to the stream. */
+static bool bounds_fit(const ap_layer *layer) {
+    if (layer->attention.output.bounds && !layer->mixer_post_norm.weight) return false;
+    return !layer->down.bounds || layer->mlp_post_norm.weight;
+}
+
 /* True if a step's rows and the tokens that they see lie in existing blocks. */
 static bool places_fit(const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
@@ -155,7 +161,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
     for (int32_t i = 0; i < model->num_layers; i++) {
         const ap_layer *layer = &model->layers[i];
         if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;
-        if (!experts_supported(model, layer)) return AP_BAD_ARGUMENT;
+        if (!experts_supported(model, layer) || !bounds_fit(layer)) return AP_BAD_ARGUMENT;
     }
     if (!join_fits(model, batch) || !records_fit(model, batch)) return AP_BAD_ARGUMENT;
     if (!ends_fit(model, batch) || !embeddings_fit(model, batch)) return AP_BAD_ARGUMENT;

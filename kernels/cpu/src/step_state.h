@@ -78,6 +78,7 @@ typedef struct {
     const ap_layer *layer;
     const ap_norm *post_norm;
     const ap_norm *norm;
+    const float *bounds; /* of the linears that read what is normed, or NULL */
     input in;
     float *part;   /* (rows, hidden_size), this rank's part of a sum; NULL: no other ranks */
     float *summed; /* where the parts' sum goes */

@@ -58,6 +58,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
         rows_see_ahead=SeesAhead.WINDOWS if sees else SeesAhead.NOWHERE,
         last_norm=False,
         turns_by_halves=True,
+        clips=config.flag("use_clipped_linears"),
     )
 
 
@@ -68,8 +69,6 @@ def _layers(config: ConfigReader, eps: float) -> DecoderSpec:
         raise config.refuse("head_dim", f"a multiple of 4, and {heads} of them {width}")
     if config.integer("num_key_value_heads") != heads:
         raise config.refuse("num_key_value_heads", f"{heads}, as num_attention_heads")
-    if config.flag("use_clipped_linears"):
-        raise config.refuse("use_clipped_linears", "false")
     read = read_layers(
         config,
         "gemma4",

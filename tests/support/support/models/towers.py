@@ -152,6 +152,27 @@ TOWER_CASES = {
         },
         whole={"audio_config": None},
     ),
+    "gemma4_clipped": TowerCase(
+        "gemma4",
+        SIZES | LAYERS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "position_embedding_size": 40,
+            "use_clipped_linears": True,
+        },
+        ((6, 9), (3, 3), (12, 3)), as_placed,
+        text={
+            "sliding_window": 9,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+            "tie_word_embeddings": False,
+        },
+        whole={"audio_config": None, "tie_word_embeddings": False},
+    ),
     "lfm2_vl": TowerCase(
         "lfm2_vl",
         SIZES | LAYERS | {"patch_size": 4, "num_patches": 16, "vision_use_head": False},
@@ -232,6 +253,13 @@ TOWER_CASES = {
 }  # fmt: skip
 
 
+# Most of inputs and of outputs; linears of the same input clip it alike.
+_CLIPS = {
+    "q_proj": (1.1, 0.8), "k_proj": (1.1, 0.9), "v_proj": (1.1, 0.7), "o_proj": (0.4, 1.2),
+    "gate_proj": (1.2, 0.9), "up_proj": (1.2, 0.8), "down_proj": (0.5, 0.6),
+}  # fmt: skip
+
+
 def with_tower(case: TowerCase, seed: int = 1) -> Any:
     """Build a random model, whose tower's every part shows in the rows."""
     import transformers
@@ -250,6 +278,13 @@ def with_tower(case: TowerCase, seed: int = 1) -> Any:
                 parameter.normal_(std=1.5 * parameter[0].numel() ** -0.5, generator=generator)
             else:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("std_bias", "std_scale")):  # made without numbers
+                buffer.normal_(generator=generator)
+            if name.endswith(("put_min", "put_max")):
+                linear, end = name.split(".")[-2:]
+                buffer.fill_(_CLIPS[linear][end.startswith("output")])
+                buffer.mul_(-0.9 if end.endswith("min") else 1)
     return model
 
 
