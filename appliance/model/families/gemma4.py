@@ -90,7 +90,11 @@ def _extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "rope_scaling": None,
         "rope_parameters": _file_ropes(meta, file, full),
     }
-    return config | _file_token_input(meta, file) | _experts(meta)
+    config |= _file_token_input(meta, file) | _experts(meta)
+    # No key says it; llama.cpp, too, goes by the inputs that the models without it have.
+    if not config.get("hidden_size_per_layer_input"):
+        config["use_bidirectional_attention"] = "vision"
+    return config
 
 
 def _slides(meta: ConfigReader, layers: int) -> list[bool]:

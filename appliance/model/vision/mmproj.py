@@ -18,7 +18,7 @@ from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import tensor_slots
-from appliance.model.vision.families.family import CLIP, EMBEDDING, ClipSettings
+from appliance.model.vision.families.family import CLIP, EMBEDDING, NO_NORM, ClipSettings
 from appliance.model.vision.families.registry import family_of_projector
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.names import TensorNames
     from appliance.model.source import ModelSource
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, NormSpec
     from appliance.model.tensors import TensorSlot
     from appliance.model.vision.families.family import ClipMapping, TowerFamily
     from appliance.model.vision.spec import TowerSpec
@@ -116,7 +116,8 @@ class MmprojWeights:
         )
         self._layers = GGUFWeights(file, described, stored)
         self._outside = self._find_outside(clip)
-        slots = [one for one in tensor_slots(stored, family.names) if EMBEDDING not in one.name]
+        made = (f"{EMBEDDING}.", f"{NO_NORM}.")
+        slots = [one for one in tensor_slots(stored, family.names) if not one.name.startswith(made)]
         self._inside = {slot.name for slot in slots}
         self._check(slots)
         norm = spec.projector.norm
@@ -241,14 +242,17 @@ def _needed(spec: TowerSpec) -> list[str]:
     """List the tensors that a tower reads around its layers."""
     found = [f"{spec.patch.name}.weight"] + [f"{spec.patch.name}.bias"] * spec.patch.bias
     found += [] if spec.table is None else [spec.table.name]
-    if spec.first_norm is not None:
-        found.append(f"{spec.first_norm_name}.weight")
+    found += _of_norm(spec.first_norm, spec.first_norm_name)
     for projector in (spec.projector, *(one for _, one in spec.taps)):
-        norm = projector.norm
-        if norm is not None:
-            found.append(f"{projector.norm_name}.weight")
-            found += [f"{projector.norm_name}.bias"] * (norm.centered and norm.bias)
+        found += [f"{projector.standard}{kind}" for kind in ("bias", "scale") if projector.standard]
+        found += _of_norm(projector.norm, projector.norm_name)
         for linear in projector.linears:
             found.append(linear.name if linear.stored_transposed else f"{linear.name}.weight")
             found += [f"{linear.name}.bias"] * linear.bias
     return found
+
+
+def _of_norm(norm: NormSpec | None, name: str) -> list[str]:
+    if norm is None:
+        return []
+    return [f"{name}.weight"] * norm.weight + [f"{name}.bias"] * (norm.centered and norm.bias)

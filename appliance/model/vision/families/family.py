@@ -87,7 +87,7 @@ class ClipSettings(ConfigReader):
         return gelu if self.flag("use_gelu") else "quick_gelu"
 
     def table_rows(self) -> int:
-        """Return the number of learned positions.
+        """Return the number of learned positions, of one axis where each has its own.
 
         Raises:
             CheckpointError: the file has none.
@@ -98,7 +98,7 @@ class ClipSettings(ConfigReader):
                 f"{self.origin.partition(':')[0]}: tensor v.position_embd.weight is missing;"
                 f" {self.if_missing}"
             )
-        return shape[0]
+        return shape[-2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.model.names import TensorNames
 from appliance.model.spec import AttentionSpec, NormSpec
 from appliance.model.vision.families.family import (
+    CLIP_NAMES,
     EMBEDDING,
     NO_NORM,
     PROJECTOR,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_axial_rope,
     read_layers,
@@ -91,6 +94,20 @@ def _layers(config: ConfigReader, eps: float) -> DecoderSpec:
     return replace(read, layers=(layer,) * len(read.layers))
 
 
+def _clip(clip: ClipSettings) -> dict[str, Any]:
+    vision = clip.layers_of_tower()
+    heads = vision["num_attention_heads"]
+    more = {
+        "num_key_value_heads": heads,
+        "head_dim": vision["hidden_size"] // heads,
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
+        "position_embedding_size": clip.table_rows(),
+        "standardize": "v.std_bias" in clip.tensors,
+    }
+    return {"vision_config": vision | more}
+
+
 GEMMA4 = TowerFamily(
     name="gemma4",
     tower_types={"gemma4": "gemma4_vision"},
@@ -108,4 +125,26 @@ GEMMA4 = TowerFamily(
         mlp_post_norm="post_feedforward_layernorm",
     ),
     places=(("model.vision_tower.", "model.embed_vision."),),
+    clip=ClipMapping(
+        "gemma4v",
+        {"gemma4": "gemma4"},
+        _clip,
+        {
+            f"{TOWER}patch_embedder.input_proj": "v.patch_embd",
+            f"{TOWER}patch_embedder.position_embedding_table": "v.position_embd.weight",
+            f"{TOWER}std_bias": "v.std_bias",
+            f"{TOWER}std_scale": "v.std_scale",
+            f"{PROJECTOR}embedding_projection": "mm.input_projection",
+        },
+        names=replace(
+            CLIP_NAMES,
+            final_norm=NO_NORM,
+            query_norm="attn_q_norm",
+            key_norm="attn_k_norm",
+            mixer_post_norm="attn_post_norm",
+            gate_up=("ffn_gate", "ffn_up"),
+            mlp_post_norm="ffn_post_norm",
+        ),
+        always=frozenset({"gemma4"}),
+    ),
 )

@@ -23,6 +23,7 @@ TYPES = {
     "smolvlm": VisionProjectorType.IDEFICS3,
     "idefics3": VisionProjectorType.IDEFICS3,
     "gemma3": VisionProjectorType.GEMMA3,
+    "gemma4": VisionProjectorType.GEMMA4V,
     "lfm2_vl": VisionProjectorType.LFM2,
     "qwen2_vl": VisionProjectorType.QWEN2VL,
     "qwen2_5_vl": VisionProjectorType.QWEN25VL,
@@ -30,7 +31,14 @@ TYPES = {
     "qwen3_5": VisionProjectorType.QWEN3VL,
     "mistral3": VisionProjectorType.PIXTRAL,
 }
-_PARTS = ("vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "visual.")
+_PARTS = (
+    "vision_tower.",
+    "embed_vision.",
+    "vision_model.",
+    "connector.",
+    "multi_modal_projector.",
+    "visual.",
+)
 _VISION = Keys.ClipVision
 
 
@@ -63,7 +71,13 @@ def write_projector(
 
 
 def as_published(case: TowerCase) -> TowerCase:
-    """The same model as far as files can tell it: windows of 112 pixels, layers at intervals."""
+    """The same model as far as files can tell it.
+
+    Qwen2.5-VL has windows of 112 pixels and layers without them at intervals; Gemma 4's pictures
+    see themselves where no layer has inputs from tokens.
+    """
+    if case.kind == "gemma4":
+        return replace(case, text=case.text | {"hidden_size_per_layer_input": 0})
     if case.kind != "qwen2_5_vl":
         return case
     seen = {"fullatt_block_indexes": [1, 3], "window_size": 112}
@@ -133,6 +147,10 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
         side = vision.image_size // vision.patch_size
         scale = side // int(config.mm_tokens_per_image**0.5)
         found |= {_VISION.Projector.SCALE_FACTOR: scale} if scale != 4 else {}
+    if kind == "gemma4":
+        found[_VISION.PROJECTOR_TYPE] = found.pop(Keys.Clip.PROJECTOR_TYPE)
+        found |= {_VISION.IMAGE_SIZE: 224, _VISION.Attention.LAYERNORM_EPS: 1e-6}
+        del found[_VISION.USE_GELU]
     if kind == "mistral3":
         found[_VISION.SPATIAL_MERGE_SIZE] = config.spatial_merge_size
         if vision.hidden_act == "silu":
@@ -144,6 +162,9 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
 def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors that one becomes, under their names in a file."""
     kind, vision = config.model_type, config.vision_config
+    if name == "vision_tower.patch_embedder.input_proj.weight":
+        size = vision.patch_size
+        tensor = tensor.view(len(tensor), size, size, 3).permute(0, 3, 1, 2)
     if kind == "lfm2_vl" and "patch_embedding.weight" in name:
         size = vision.patch_size
         tensor = tensor.view(len(tensor), size, size, 3).permute(0, 3, 1, 2)
@@ -175,6 +196,10 @@ def _published(name: str, kind: str) -> str:
     """The name that published checkpoints have for what transformers calls otherwise now."""
     if kind in ("gemma3", "lfm2_vl"):
         name = name.replace("vision_tower.", "vision_tower.vision_model.")
+    if kind == "gemma4":
+        name = f"model.{name}".replace("model.vision_tower.encoder.", "vision_model.model.")
+        name = name.replace(".linear.weight", ".weight")
+        return f"{name}.weight" if name.endswith("position_embedding_table") else name
     if kind in ("smolvlm", "idefics3"):
         name = f"model.{name}"
     return name.replace("_weight", ".weight")
