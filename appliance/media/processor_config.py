@@ -36,9 +36,11 @@ _HARMLESS = frozenset(
         "pad_size", "crop_size", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
         "pan_and_scan_min_ratio_to_activate", "image_seq_length", "image_seq_len",
         "num_channels", "max_num_patches", "crop_to_patches", "video_sampling",
-        "return_metadata", "backend",
+        "return_metadata", "backend", "vision_token_id",
     }
 )  # fmt: skip
+# Bounds of a picture's area by the names of older files, beside the size or in it.
+_OLDER_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _ENDINGS = ("Fast", "Pil")  # of one class's variants
 
 
@@ -92,12 +94,10 @@ def image_processor_of(
 def _bounds(given: dict[str, Any], processor: ImageProcessor) -> dict[str, Any]:
     """The size, where older files give its bounds by names of their own, which go before."""
     size = given.get("size", processor.defaults["size"])
-    own = {
-        side: given.pop(key)
-        for side, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
-        if key in given
-    }
-    return {"size": {**size, **own} if isinstance(size, Mapping) else size}
+    own = {side: given.pop(key) for key, side in _OLDER_BOUNDS.items() if key in given}
+    if not isinstance(size, Mapping):
+        return {"size": size}
+    return {"size": {_OLDER_BOUNDS.get(key, key): bound for key, bound in size.items()} | own}
 
 
 def _class_of(inner: Mapping[str, Any]) -> str:

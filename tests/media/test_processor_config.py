@@ -77,6 +77,21 @@ def test_older_files_give_the_bounds_by_other_names() -> None:
     assert found.size_rule == AreaRule(28, 6272, 99999)
 
 
+def test_a_file_as_qwen_published_it() -> None:
+    """Qwen/Qwen2-VL-2B-Instruct, preprocessor_config.json: the bounds are also in the size."""
+    inner = {
+        "max_pixels": 1003520, "merge_size": 2, "min_pixels": 3136, "patch_size": 14,
+        "resample": 3, "temporal_patch_size": 2, "vision_token_id": 151654,
+        "size": {"max_pixels": 1003520, "min_pixels": 3136},
+    }  # fmt: skip
+    config = {"model_type": "qwen2_vl"}
+    for missing in ("", "min_pixels", "min_pixels max_pixels"):
+        given = {key: value for key, value in inner.items() if key not in missing.split()}
+        found = image_processor_of(QWEN | given, {}, config).size_rule
+        own = transformers.Qwen2VLImageProcessorPil(**given).size
+        assert found == AreaRule(28, own["shortest_edge"], own["longest_edge"])
+
+
 def test_variants_of_a_class_and_null_settings_are_known() -> None:
     fast = QWEN | {
         "image_processor_type": "Qwen2VLImageProcessorFast",
