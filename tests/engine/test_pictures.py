@@ -124,7 +124,8 @@ def prompt_of(canvases: list[CanvasPixels]) -> tuple[list[int], PromptPictures]:
     return ids, PromptPictures(tuple(canvases), tuple(spans))
 
 
-def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> list[int]:
+def inputs_of(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> dict[str, Any]:
+    """A prompt and its pictures as the class takes them."""
     spec = read_image_processor(served.folder)
     assert spec is not None
     size = spec.patch
@@ -141,10 +142,25 @@ def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]
         more["token_type_ids"] = types
     if "image_grid_thw" in more or served.case.kind == "gemma4":
         more["mm_token_type_ids"] = types
+    return more | {"input_ids": prompt}
+
+
+def by_transformers(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> list[int]:
+    inputs = inputs_of(served, ids, canvases)
     served.model.generation_config.eos_token_id = None  # no token ends an answer here
-    found = served.model.generate(prompt, **more, max_new_tokens=TOKENS, do_sample=False)
+    found = served.model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
     answer: list[int] = found[0, len(ids) :].tolist()
     return answer
+
+
+def step_by_step(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> list[int]:
+    """The answer without `generate`, which gives new tokens the type of a prompt's last one."""
+    said = list(ids)
+    with torch.no_grad():
+        for _ in range(TOKENS):
+            found = served.model(**inputs_of(served, said, canvases), use_cache=False)
+            said.append(int(found.logits[0, -1].argmax()))
+    return said[len(ids) :]
 
 
 def as_grid(values: np.ndarray, spec: Any, rows: int, columns: int) -> np.ndarray:
@@ -198,7 +214,7 @@ def test_answers_are_those_of_transformers(served: Served) -> None:
 def assert_answers(served: Served) -> None:
     grids = served.case.grids
     one = [canvas_of(served, grids[0], 1)]
-    several = [canvas_of(served, grid, 2 + place) for place, grid in enumerate(grids[-2:])]
+    several = [canvas_of(served, grid, 2 + place) for place, grid in enumerate(grids)]
     prompts = {"one": one, "several": several, "other": [canvas_of(served, grids[0], 9)]}
     made = {name: prompt_of(canvases) for name, canvases in prompts.items()}
     wanted = {name: by_transformers(served, made[name][0], prompts[name]) for name in prompts}
@@ -243,6 +259,26 @@ def test_answers_do_not_depend_on_how_they_are_computed(served: Served, name: st
         assert engine.stats().preemptions_total > 0
     engine.check_invariants()
     assert run(engine, requests) == wanted  # from caches
+    engine.close()
+
+
+def test_a_prompt_may_end_in_a_picture(served: Served) -> None:
+    """Its last row runs again for each answer, and where all of it is cached."""
+    canvas = canvas_of(served, served.case.grids[0], 55)
+    ids, pictures = prompt_of([canvas])
+    ids = ids[: pictures.spans[-1].stop]
+    wanted = step_by_step(served, ids, [canvas])
+    engine = load(served.folder, max_num_batched_tokens=16, max_num_seqs=4)
+    several = SamplingParams(n=3, temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    asked = msgspec.structs.replace(request_of("ends", ids, pictures), sampling=several)
+    engine.submit(asked)
+    answers: dict[int, list[int]] = {index: [] for index in range(3)}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            answers[delta.index].extend(delta.token_ids)
+    assert answers == dict.fromkeys(range(3), wanted)
+    assert run(engine, [request_of("again", ids, pictures)])["again"] == wanted
+    engine.check_invariants()
     engine.close()
 
 

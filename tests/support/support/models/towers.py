@@ -122,7 +122,7 @@ TOWER_CASES = {
     "gemma3": TowerCase(
         "gemma3",
         SIZES | LAYERS | {"image_size": 56, "patch_size": 7, "vision_use_head": False},
-        ((8, 8), (8, 8)), as_batch,
+        ((8, 8), (8, 8), (8, 8)), as_batch,
         whole={"mm_tokens_per_image": 16, "tie_word_embeddings": False},
         text={
             "sliding_window": 9,
