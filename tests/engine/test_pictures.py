@@ -282,6 +282,32 @@ def test_a_prompt_may_end_in_a_picture(served: Served) -> None:
     engine.close()
 
 
+def test_beams_after_a_picture_are_those_of_transformers(served: Served) -> None:
+    canvas = canvas_of(served, served.case.grids[0], 66)
+    ids, pictures = prompt_of([canvas])
+    beams = {"num_beams": 3, "num_return_sequences": 2, "early_stopping": True}
+    served.model.generation_config.eos_token_id = None
+    found = served.model.generate(
+        **inputs_of(served, ids, [canvas]), **beams, max_new_tokens=TOKENS, do_sample=False
+    )
+    engine = load(served.folder, max_num_batched_tokens=16, max_num_seqs=4)
+    sampling = SamplingParams(
+        use_beam_search=True,
+        n=2,
+        best_of=3,
+        early_stopping=True,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+    )
+    engine.submit(msgspec.structs.replace(request_of("beams", ids, pictures), sampling=sampling))
+    answers: dict[int, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            answers[delta.index] = list(delta.token_ids)
+    assert answers == dict(enumerate(found[:, len(ids) :].tolist()))
+    engine.close()
+
+
 def test_a_picture_is_encoded_once_and_no_other_is_taken_for_it(served: Served) -> None:
     engine = load(served.folder)
     one, other = (canvas_of(served, served.case.grids[0], seed) for seed in (1, 2))
