@@ -195,7 +195,7 @@ def request_of(
 @pytest.mark.parametrize("name", [name for name in PROCESSORS if TOWER_CASES[name].kind in TYPES])
 def test_answers_of_gguf_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = as_published(TOWER_CASES[name])
-    model = with_tower(case)
+    model = with_tower(case, seed=2 if name == "gemma4" else 1)  # no answer has IMAGE in it
     model.config.image_token_id = IMAGE
     model.config.save_pretrained(tmp_path)
     settings = PROCESSORS[case.kind] | HALF

@@ -116,6 +116,8 @@ class MmprojWeights:
         )
         self._layers = GGUFWeights(file, described, stored)
         self._outside = self._find_outside(clip)
+        if spec.clips:
+            self._outside |= self._find_bounds(family.names)
         made = (f"{EMBEDDING}.", f"{NO_NORM}.")
         slots = [one for one in tensor_slots(stored, family.names) if not one.name.startswith(made)]
         self._inside = {slot.name for slot in slots}
@@ -142,6 +144,21 @@ class MmprojWeights:
             own, _, kind = missing[0].rpartition(".")
             stored = f"{names[own]}.{kind}" if own in names else names[missing[0]]
             raise CheckpointError(f"{self._file.path.name}: tensor {stored} is missing; {_AGAIN}")
+        return found
+
+    def _find_bounds(self, names: TensorNames) -> dict[str, str]:
+        """Return the stored names of bounds that the layers' linears clip to; see `clipping`."""
+        found: dict[str, str] = {}
+        for index in range(len(self._spec.layers.layers)):
+            for part in (*names.qkv, names.output, *names.gate_up, names.down):
+                linear = names.in_layer(index, part)
+                stored = self._layers.usual_name(f"{linear}.weight").removesuffix(".weight")
+                for end in ("input_min", "input_max", "output_min", "output_max"):
+                    found[f"{linear.rpartition('.')[0]}.{end}"] = f"{stored}.{end}"
+        if missing := sorted({*found.values()} - {*self._file.tensor_names()}):
+            raise CheckpointError(
+                f"{self._file.path.name}: tensor {missing[0]} is missing; {_AGAIN}"
+            )
         return found
 
     def _check(self, slots: list[TensorSlot]) -> None:

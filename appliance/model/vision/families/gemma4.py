@@ -104,6 +104,7 @@ def _clip(clip: ClipSettings) -> dict[str, Any]:
         "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
         "position_embedding_size": clip.table_rows(),
         "standardize": "v.std_bias" in clip.tensors,
+        "use_clipped_linears": "v.blk.0.attn_q.input_max" in clip.tensors,
     }
     return {"vision_config": vision | more}
 

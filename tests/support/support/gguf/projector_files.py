@@ -76,8 +76,10 @@ def as_published(case: TowerCase) -> TowerCase:
     Qwen2.5-VL has windows of 112 pixels and layers without them at intervals; Gemma 4's pictures
     see themselves where no layer has inputs from tokens.
     """
-    if case.kind == "gemma4":
-        return replace(case, text=case.text | {"hidden_size_per_layer_input": 0})
+    if case.text.get("use_bidirectional_attention"):
+        apart = {"tie_word_embeddings": False}  # else each token is followed by itself
+        text = case.text | apart | {"hidden_size_per_layer_input": 0}
+        return replace(case, text=text, whole=case.whole | apart)
     if case.kind != "qwen2_5_vl":
         return case
     seen = {"fullatt_block_indexes": [1, 3], "window_size": 112}
@@ -189,17 +191,20 @@ def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tens
         yield "v.patch_embd.weight.1", tensor[:, :, 1]
     else:
         depth = getattr(vision, "depth", None) or vision.num_hidden_layers
-        yield known_name(_published(name, kind), "clip", depth), tensor
+        yield _stored(name, kind, depth), tensor.reshape(tensor.shape or (1,))
 
 
-def _published(name: str, kind: str) -> str:
-    """The name that published checkpoints have for what transformers calls otherwise now."""
+def _stored(name: str, kind: str, depth: int) -> str:
+    """The name in a file, by that of published checkpoints where transformers has another now."""
     if kind in ("gemma3", "lfm2_vl"):
         name = name.replace("vision_tower.", "vision_tower.vision_model.")
     if kind == "gemma4":
         name = f"model.{name}".replace("model.vision_tower.encoder.", "vision_model.model.")
         name = name.replace(".linear.weight", ".weight")
-        return f"{name}.weight" if name.endswith("position_embedding_table") else name
+        stem, _, end = name.rpartition(".")
+        if end in ("input_min", "input_max", "output_min", "output_max"):
+            return f"{known_name(f'{stem}.weight', 'clip', depth).removesuffix('.weight')}.{end}"
+        name = f"{name}.weight" if name.endswith("position_embedding_table") else name
     if kind in ("smolvlm", "idefics3"):
         name = f"model.{name}"
-    return name.replace("_weight", ".weight")
+    return known_name(name.replace("_weight", ".weight"), "clip", depth)
