@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from appliance.model.draft_head import find_head
 from appliance.model.tensors import Role, TensorSlot
 from appliance.model.text_part import TextPart
 from appliance.model.tied_ends import untied
+from appliance.model.vision.families.registry import tower_family
 from appliance.model_files.checkpoint import SafetensorsFolder, read_config
 from appliance.quant.run.shard_writer import TensorLayout
 from appliance.quant.walk.pieces import WeightPieces, row_ranges
@@ -109,7 +111,10 @@ def _copied(source: ModelSource, others: list[OtherPart]) -> OtherPart | None:
     if not left or not set(left) <= set(folder.tensor_names()):
         return None
     slots = tuple(TensorSlot(name, folder.shape(name), Role.OTHER_PART) for name in left)
-    tops = {_top(name) for name in left} - {_top(slot.name) for slot in source.slots()}
+    family = tower_family(read_config(source.path))
+    places = () if family is None else chain.from_iterable(family.places)
+    tops = {_top(name) for name in (*left, *filter(None, places))}
+    tops -= {_top(slot.name) for slot in source.slots()}
     patterns = tuple(rf"re:(.*\.)?{re.escape(top)}\..*" for top in sorted(tops))
     return OtherPart("other parts", slots, folder, patterns)
 

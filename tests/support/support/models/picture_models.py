@@ -74,6 +74,17 @@ PICTURE_MODELS = {
         row="<IMG_CONTEXT>",
         shown="<img>{}</img>",
     ),
+    "paddleocr_vl": PictureModel(
+        "paddleocr_vl",
+        ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        {
+            "image_processor_type": "PaddleOCRVLImageProcessor",
+            "size": {"shortest_edge": 28 * 28, "longest_edge": 140 * 140},
+        },
+        row="<|IMAGE_PLACEHOLDER|>",
+        shown="<|IMAGE_START|>{}<|IMAGE_END|>",
+    ),
     "qwen2_5_vl": PictureModel(
         "qwen2_5_vl",
         _QWEN_WORDS,
