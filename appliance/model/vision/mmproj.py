@@ -116,8 +116,11 @@ class MmprojWeights:
         )
         self._layers = GGUFWeights(file, described, stored)
         self._outside = self._find_outside(clip)
-        if spec.clips:
-            self._outside |= self._find_bounds(family.names)
+        inside = self._find_scales(family.names, clip)
+        inside |= self._find_bounds(family.names) if spec.clips else {}
+        if missing := sorted({*inside.values()} - {*file.tensor_names()}):
+            raise CheckpointError(f"{file.path.name}: tensor {missing[0]} is missing; {_AGAIN}")
+        self._outside |= inside
         made = (f"{EMBEDDING}.", f"{NO_NORM}.")
         slots = [one for one in tensor_slots(stored, family.names) if not one.name.startswith(made)]
         self._inside = {slot.name for slot in slots}
@@ -146,6 +149,15 @@ class MmprojWeights:
             raise CheckpointError(f"{self._file.path.name}: tensor {stored} is missing; {_AGAIN}")
         return found
 
+    def _find_scales(self, names: TensorNames, clip: ClipMapping) -> dict[str, str]:
+        """Return the stored names of what multiplies the answers of attention and MLP."""
+        pairs = zip(self._spec.scales or (), clip.scales or (), strict=True)
+        return {
+            names.in_layer(index, own): clip.names.in_layer(index, stored)
+            for own, stored in pairs
+            for index in range(len(self._spec.layers.layers))
+        }
+
     def _find_bounds(self, names: TensorNames) -> dict[str, str]:
         """Return the stored names of bounds that the layers' linears clip to; see `clipping`."""
         found: dict[str, str] = {}
@@ -155,10 +167,6 @@ class MmprojWeights:
                 stored = self._layers.usual_name(f"{linear}.weight").removesuffix(".weight")
                 for end in ("input_min", "input_max", "output_min", "output_max"):
                     found[f"{linear.rpartition('.')[0]}.{end}"] = f"{stored}.{end}"
-        if missing := sorted({*found.values()} - {*self._file.tensor_names()}):
-            raise CheckpointError(
-                f"{self._file.path.name}: tensor {missing[0]} is missing; {_AGAIN}"
-            )
         return found
 
     def _check(self, slots: list[TensorSlot]) -> None:
@@ -259,6 +267,7 @@ def _needed(spec: TowerSpec) -> list[str]:
     """List the tensors that a tower reads around its layers."""
     found = [f"{spec.patch.name}.weight"] + [f"{spec.patch.name}.bias"] * spec.patch.bias
     found += [] if spec.table is None else [spec.table.name]
+    found += [spec.first_row] if spec.first_row else []
     found += _of_norm(spec.first_norm, spec.first_norm_name)
     for projector in (spec.projector, *(one for _, one in spec.taps)):
         found += [f"{projector.standard}{kind}" for kind in ("bias", "scale") if projector.standard]

@@ -116,6 +116,7 @@ class ClipMapping:
             is a tap's place here and its layer there.
         names: of the layers' tensors and the last norm.
         own_names: the family's for layers whose tensors only these files split; None: its own.
+        scales: names within a layer of `TowerSpec.scales`.
         interleaved_rope: as in `GGUFMapping`.
         tapped: those of `wholes` whose towers have taps.
         always: architectures of texts that always have a tower.
@@ -127,6 +128,7 @@ class ClipMapping:
     outside: Mapping[str, str]
     names: TensorNames = CLIP_NAMES
     own_names: TensorNames | None = None
+    scales: tuple[str, str] | None = None
     interleaved_rope: bool = False
     tapped: frozenset[str] = frozenset()
     always: frozenset[str] = frozenset()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.head_norms import HeadNormKind
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
+    CLIP_NAMES,
     EMBEDDING,
     NO_NORM,
     PROJECTOR,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_layers,
     read_side,
@@ -85,6 +89,20 @@ def _is_centered(config: ConfigReader) -> bool:
     return _NORMS[kind]
 
 
+def _clip(clip: ClipSettings) -> dict[str, Any]:
+    is_centered = "v.blk.0.ln1.bias" in clip.tensors
+    more = {
+        "hidden_act": clip.activation("gelu"),
+        "attention_bias": "v.blk.0.attn_q.bias" in clip.tensors,
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in clip.tensors,
+        "norm_type": "layer_norm" if is_centered else "rms_norm",
+    }
+    return {
+        "vision_config": clip.layers_of_tower() | more,
+        "downsample_ratio": 1 / clip.integer("projector.scale_factor"),
+    }
+
+
 INTERNVL = TowerFamily(
     name="internvl",
     tower_types={"internvl": "internvl_vision"},
@@ -105,5 +123,22 @@ INTERNVL = TowerFamily(
     places=(
         ("model.vision_tower.", "model.multi_modal_projector."),
         ("vision_tower.", "multi_modal_projector."),
+    ),
+    clip=ClipMapping(
+        "internvl",
+        dict.fromkeys(("qwen2", "qwen3", "llama", "internlm2"), "internvl"),
+        _clip,
+        {
+            f"{TOWER}embeddings.patch_embeddings.projection": "v.patch_embd",
+            f"{TOWER}embeddings.position_embeddings": "v.position_embd.weight",
+            f"{TOWER}embeddings.cls_token": "v.class_embd",
+            f"{PROJECTOR}layer_norm": "mm.model.mlp.0",
+            f"{PROJECTOR}linear_1": "mm.model.mlp.1",
+            f"{PROJECTOR}linear_2": "mm.model.mlp.3",
+        },
+        names=replace(
+            CLIP_NAMES, final_norm=NO_NORM, query_norm="attn_q_norm", key_norm="attn_k_norm"
+        ),
+        scales=("ls1.weight", "ls2.weight"),
     ),
 )

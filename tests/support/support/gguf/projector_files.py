@@ -1,7 +1,8 @@
 """GGUF projector files (`mmproj`) of small models, as llama.cpp's converter writes them.
 
 Settings and transforms are those of conversion/base.py (MmprojModel), smolvlm.py, gemma.py,
-lfm2.py, llava.py, qwenvl.py and qwen3vl.py; names of tensors are gguf's own.
+lfm2.py, internvl.py, llava.py, qwenvl.py and
+qwen3vl.py; names of tensors are gguf's own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TYPES = {
     "idefics3": VisionProjectorType.IDEFICS3,
     "gemma3": VisionProjectorType.GEMMA3,
     "gemma4": VisionProjectorType.GEMMA4V,
+    "internvl": VisionProjectorType.INTERNVL,
     "lfm2_vl": VisionProjectorType.LFM2,
     "qwen2_vl": VisionProjectorType.QWEN2VL,
     "qwen2_5_vl": VisionProjectorType.QWEN25VL,
@@ -143,6 +145,10 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
     if kind in ("smolvlm", "idefics3"):
         found[_VISION.Projector.SCALE_FACTOR] = config.scale_factor
         found[_VISION.PREPROC_IMAGE_SIZE] = processor["size"]["longest_edge"]
+    if kind == "internvl":
+        found[_VISION.IMAGE_SIZE] = vision.image_size[0]
+        found[_VISION.PATCH_SIZE] = vision.patch_size[0]
+        found[_VISION.Projector.SCALE_FACTOR] = int(1 / config.downsample_ratio)
     if kind == "lfm2_vl":
         found[_VISION.Projector.SCALE_FACTOR] = config.downsample_factor
     if kind == "gemma3":
@@ -191,7 +197,8 @@ def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tens
         yield "v.patch_embd.weight.1", tensor[:, :, 1]
     else:
         depth = getattr(vision, "depth", None) or vision.num_hidden_layers
-        yield _stored(name, kind, depth), tensor.reshape(tensor.shape or (1,))
+        # gguf's table has so many numbers as a tower has layers, and projectors have up to 3.
+        yield _stored(name, kind, max(depth, 4)), tensor.reshape(tensor.shape or (1,))
 
 
 def _stored(name: str, kind: str, depth: int) -> str:
@@ -205,6 +212,11 @@ def _stored(name: str, kind: str, depth: int) -> str:
         if end in ("input_min", "input_max", "output_min", "output_max"):
             return f"{known_name(f'{stem}.weight', 'clip', depth).removesuffix('.weight')}.{end}"
         name = f"{name}.weight" if name.endswith("position_embedding_table") else name
+    if kind == "internvl":
+        for part, number in (("layer_norm", 0), ("linear_1", 1), ("linear_2", 3)):
+            name = name.replace(f"multi_modal_projector.{part}", f"mlp1.{number}")
+        name = f"{name}.weight" if ".lambda_" in name or "position_embedding" in name else name
+        name = f"model.{name}" if name.startswith("vision_tower") else name
     if kind in ("smolvlm", "idefics3"):
         name = f"model.{name}"
     return known_name(name.replace("_weight", ".weight"), "clip", depth)
