@@ -241,11 +241,13 @@ def load_native_tower(
     Args:
         source: opened without torch.
         dtype: of the weights.
+        on_progress: called with a stage, the number of parts done, and their total.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity, or is missing.
         MemoryError: the system has too little memory for the weights.
     """
+    report = on_progress or (lambda stage, done, total: None)
     packer = WeightPacker(engine, Arena(), dtype)
 
     def make(weight: Any, bias: Any) -> LibraryLinear:
@@ -257,8 +259,12 @@ def load_native_tower(
     clips = read_bounds(source)
     runs = []
     for rank in range(len(bounds) - 1):
-        part = Stage.of(whole, bounds, rank)
-        decoder = load_native(source.layers, engine, dtype, on_progress, part=part)
+        part, before = Stage.of(whole, bounds, rank), bounds[rank] + rank
+
+        def of_run(stage: str, done: int, total: int, before: int = before) -> None:
+            report(stage, before + done, len(whole.layers) + len(bounds) - 1)
+
+        decoder = load_native(source.layers, engine, dtype, of_run, part=part)
         for index in range(decoder.model.num_layers):
             decoder.model.layers[index].cache_layer = 0
             if clips:

@@ -132,3 +132,18 @@ def test_what_is_around_the_layers_is_on_the_device(name: str, save: Callable[[A
     assert stream.device == device
     projector = Projector.of(source, spec.projector, spec.merge, BiasedLinear)
     assert projector(stream[-rows * columns :]).device == device
+
+
+def test_progress_goes_on_from_run_to_run(save: Callable[[Any], Path]) -> None:
+    source = open_tower(save(with_tower(TOWER_CASES["qwen2_5_vl"])), in_torch=False)
+    assert source is not None
+    assert len(source.spec.runs) == 4
+    seen: list[tuple[int, int]] = []
+    load_native_tower(
+        source,
+        NativeEngine(LIBRARY, 1),
+        np.float32,
+        lambda _, done, total: seen.append((done, total)),
+    )
+    assert sorted(seen) == seen
+    assert (seen[0], seen[-1]) == ((0, 9), (9, 9))
