@@ -161,8 +161,10 @@ def fitted_rows(state: State, sequence: Sequence, first: int, num_rows: int) -> 
         first: rows that it gets in this step already.
         num_rows: wanted behind them; none if it is not positive.
     """
-    if num_rows <= 0 or not state.bounds.limits.spare_rows:
-        return max(0, num_rows)
+    if not state.bounds.limits.spare_rows:
+        return num_rows
+    if num_rows <= 0:  # a picture took more rows than were left
+        return 0
     own = state.in_flight.entries.get(sequence)
     start = (own[0].end if own else sequence.num_computed) + first
     return uncut(sequence, start, start + num_rows) - start

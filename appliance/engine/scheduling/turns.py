@@ -178,12 +178,10 @@ class Demand:
 
     def take(self, start: Start) -> tuple[Sequence, int] | None:
         """Take the prompt whose turn it is, with the rows it wants; None if there is none."""
-        if not self.prompts:
-            started = None if self.lane is None else start(self.lane, None)
-            if started is None:
-                return None
-            self.prompts.append(started)
         self._num_turns += 1
+        if not self.prompts:
+            # One that has started needs rows: it may share a block that its parent writes next.
+            return None if self.lane is None else start(self.lane, None)
         if self._num_turns % 2 == 0 and not self._nobody_passes:
             passing = self._passing(start)
             if passing is not None:
