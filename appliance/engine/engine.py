@@ -141,25 +141,27 @@ class LLMEngine:
             )
 
     def _admit(self, request: Request, now: float) -> None:
-        is_held = request.pictures is not None and self._pictures_of(request, now)
-        if not (is_held or self.grammars.hold(request)):
-            self.scheduler.add(request, now)
+        arrival = self.scheduler.stamp(now)
+        is_held = request.pictures is not None and self._pictures_of(request, arrival)
+        if not (is_held or self.grammars.hold(request, arrival)):
+            self.scheduler.add(request, now, arrival=arrival)
 
-    def _pictures_of(self, request: Request, now: float) -> bool:
+    def _pictures_of(self, request: Request, arrival: float) -> bool:
         """Begin to encode a request's pictures; return False if all of them are encoded."""
         check_request(request, self.scheduler.state.bounds)  # before the work
         assert self.pictures is not None
-        return self.pictures.hold(request, now)
+        return self.pictures.hold(request, arrival)
 
-    def _start_pictured(self) -> None:
+    def _start_pictured(self, now: float) -> None:
         """Queue the requests whose pictures are encoded."""
         if self.pictures is None or not self.pictures.waiting:
             return
+        self._expired += self.pictures.late(now)
         for held in self.pictures.take():
             error = held.error
             try:
-                if error is None and not self.grammars.hold(held.request):
-                    self.scheduler.add(held.request, held.arrival)
+                if error is None and not self.grammars.hold(held.request, held.arrival):
+                    self.scheduler.add(held.request, now, arrival=held.arrival)
             except RequestError as failure:
                 error = str(failure)
             if error is not None:
@@ -204,7 +206,10 @@ class LLMEngine:
                 self._expired.append(refusal(request, str(error)))
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one choice of it, in any phase; return False if it was not live."""
+        """End a request, or one choice of it, in any phase; return False if it was not live.
+
+        A request of which nothing was queued yet ends as a whole.
+        """
         if self.adapters is not None and self.adapters.abandon(request_id):
             return True
         if self.pictures is not None and self.pictures.abandon(request_id):
@@ -219,7 +224,7 @@ class LLMEngine:
         begin = now = self.clock()
         self._expired += _overdue(self.scheduler.expire(now), now)
         self._start_adapted(now)
-        self._start_pictured()
+        self._start_pictured(now)
         self._expired += self.grammars.start(now)
         launched = self.scheduler.plan(now)
         started = () if launched is None else launched.started

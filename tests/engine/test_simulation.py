@@ -7,30 +7,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.simulation import simulated_pictures, virtual_engine
 from support.simulation.engine_simulation import Simulation
 from support.simulation.load_script import Script
 from support.simulation.simulated_eras import failure_of, script_of, shrink, simulate
+from support.simulation.simulated_pictures import encode
 from support.simulation.virtual_runner import VirtualRunner
 
 from appliance.engine.blocks.block_hashes import is_state
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.checkpoints import Checkpoints
 from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.nouns import picture
 from appliance.engine.scheduling import scheduler
 from appliance.engine.scheduling.policy import most_drafts
 from appliance.engine.scheduling.state import InFlight
+from appliance.media.spec import ImageProcessorSpec
+from appliance.model.vision.tower import PictureRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.nouns.limits import Bounds
+    from appliance.engine.nouns.picture import CanvasPixels
     from appliance.engine.nouns.plan import Sampled, ScheduledSequence
     from appliance.engine.nouns.sequence import Sequence
+    from appliance.media.sizing import Canvas
 
 pytestmark = pytest.mark.no_cover  # millions of steps of code that other tests cover
 
 STEPS = 20_000
+CONVERSATIONS = 10_000
 
 
 def test_every_request_gets_the_right_answer_whatever_happens(
@@ -94,6 +102,62 @@ def test_room_for_a_state_that_the_disk_still_reads_is_kept_for_somebody() -> No
 def test_a_request_that_gives_way_in_the_step_that_admits_it_still_waits() -> None:
     """Repeats a failed era: nothing was computed for it, and it waited beyond its limit."""
     assert failure_of(script_of(seed=21, era=67), check_every=500) is None
+
+
+def test_a_sequence_that_starts_beside_its_siblings_gets_rows_at_once() -> None:
+    """Repeats a failed era: a fork that waited for rows shared the block its parent wrote next."""
+    assert failure_of(script_of(seed=7, era=8), check_every=500) is None
+
+
+def test_no_conversation_gets_another_picture(caplog: pytest.LogCaptureFixture) -> None:
+    """Pictures that differ in a byte, are equal, come again, and change places."""
+    caplog.set_level(logging.CRITICAL)
+    seen = simulate(STEPS, seed=20261130, pictures=True)
+    while seen["conversations"] < CONVERSATIONS:
+        seen += simulate(STEPS, seed=seen["conversations"], pictures=True)
+    assert seen["pictures encoded"] >= CONVERSATIONS // 4
+    for name in ("pictures met again", "rows of pictures", "tokens from the disk", "swapped"):
+        assert seen[name] >= 100, f"the loads hardly touch {name}: {seen}"
+
+
+def _by_place(key: bytes, cell: int) -> int:
+    return -1 - cell
+
+
+def _by_pixel_in_the_middle(
+    self: object, canvases: tuple[Canvas, ...], pixels: tuple[bytes, ...]
+) -> bytes:
+    return pixels[0][3:-3]
+
+
+def _first_rows(canvas: CanvasPixels) -> PictureRows:
+    return PictureRows(encode(canvas).embeddings[[0] * canvas.num_rows])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (picture, "row_id", _by_place, "what it never wrote"),
+        (ImageProcessorSpec, "digest", _by_pixel_in_the_middle, "what it never wrote"),
+        (virtual_engine, "encode", _first_rows, "what it never wrote"),
+    ],
+    ids=["id", "digest", "rows"],
+)
+def test_a_wrong_picture_is_noticed(
+    owner: Any,
+    name: str,
+    fault: Callable[..., object],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    simulated_pictures.canvas_of.cache_clear()
+    monkeypatch.setattr(owner, name, fault)
+    scripts = (script_of(seed=5, era=era, pictures=True) for era in range(60))
+    found = next(filter(None, (failure_of(one, check_every=5) for one in scripts)), "")
+    simulated_pictures.canvas_of.cache_clear()
+    assert says in found
 
 
 def test_a_failure_is_found_again_and_cut_down_to_a_few_events(
@@ -216,7 +280,7 @@ def test_a_plan_behind_drafts_is_noticed(
     """The fault shows where the next step is planned before the last one's tokens are known."""
     caplog.set_level(logging.CRITICAL)
     changes: dict[str, Any] = {"drafts": 0.6, "drafts_eagerly": True, "depth": 1}
-    scripts = [script_of(seed=6, era=era) for era in range(20)]
+    scripts = [script_of(seed=6, era=era) for era in range(60)]
     scripts = [replace(one, setting=replace(one.setting, **changes)) for one in scripts]
     assert not any(failure_of(one, check_every=50) for one in scripts[:4])
     monkeypatch.setattr(InFlight, "has_drafts", False)

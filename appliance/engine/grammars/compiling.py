@@ -16,6 +16,7 @@ import numpy as np
 from appliance.engine.grammars.library import WordList, open_library, special
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.grammars.merge_order import MergeOrder
+from appliance.engine.scheduling.deadlines import overdue
 from appliance.errors import RequestError
 from appliance.grammar.check import in_words
 from appliance.grammar.source import source_of
@@ -23,7 +24,7 @@ from appliance.stats import COMPILE_SECONDS
 
 if TYPE_CHECKING:
     from appliance.engine.grammars.library import GrammarState, ReadVocabulary
-    from appliance.engine.nouns.messages import Vocabulary
+    from appliance.engine.nouns.messages import SequenceDelta, Vocabulary
     from appliance.engine.nouns.request import Request
     from appliance.grammar import Grammar
 
@@ -50,6 +51,7 @@ class Compiled:
     """
 
     request: Request
+    arrival: float
     matcher: GrammarState | None
     error: str | None = None
 
@@ -81,7 +83,7 @@ class GrammarCompiler:
         self._reading: Future[ReadVocabulary] | None = None  # reads the vocabulary
         self.kept: OrderedDict[tuple[object, str], GrammarState] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._waiting: dict[str, Request] = {}  # by request id
+        self._waiting: dict[str, tuple[Request, float]] = {}  # with its arrival, by its id
         self._ready: deque[Compiled] = deque()
         self._changed = threading.Condition()
 
@@ -108,16 +110,28 @@ class GrammarCompiler:
         with self._changed:
             return set(self._waiting)
 
-    def begin(self, request: Request, grammar: Grammar) -> None:
+    def begin(self, request: Request, grammar: Grammar, arrival: float) -> None:
         """Compile a request's grammar; `take` returns the request."""
         self.prepare()
-        self._waiting[request.request_id] = request
-        self._thread.submit(self._run, request, grammar)
+        self._waiting[request.request_id] = request, arrival
+        self._thread.submit(self._run, request, grammar, arrival)
 
     def abandon(self, request_id: str) -> bool:
         """Forget a waiting request; return False if it is not here."""
         with self._changed:
             return self._waiting.pop(request_id, None) is not None
+
+    def late(self, now: float) -> list[SequenceDelta]:
+        """Forget the requests that have waited too long, and return their final deltas."""
+        if not self._waiting:
+            return []
+        found: list[SequenceDelta] = []
+        with self._changed:
+            for name, (request, arrival) in list(self._waiting.items()):
+                if ends := overdue(request, arrival, now):
+                    found += ends
+                    del self._waiting[name]
+        return found
 
     def take(self) -> list[Compiled]:
         """Return the requests compiled since the last call."""
@@ -134,16 +148,17 @@ class GrammarCompiler:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or not self._waiting, seconds)
 
-    def _run(self, request: Request, grammar: Grammar) -> None:
+    def _run(self, request: Request, grammar: Grammar, arrival: float) -> None:
         if not self.is_waiting(request.request_id):
             return
         try:
-            compiled = Compiled(request, self.compile(grammar))
+            compiled = Compiled(request, arrival, self.compile(grammar))
         except RequestError as error:
-            compiled = Compiled(request, None, str(error))
+            compiled = Compiled(request, arrival, None, str(error))
         except BaseException as error:  # even a panic in the library ends only this request
             logger.exception("the grammar of request %s cannot be compiled", request.request_id)
-            compiled = Compiled(request, None, f"this grammar cannot be compiled: {error!r}")
+            why = f"this grammar cannot be compiled: {error!r}"
+            compiled = Compiled(request, arrival, None, why)
         with self._changed:
             self._ready.append(compiled)
             self._changed.notify_all()

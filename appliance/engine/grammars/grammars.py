@@ -66,7 +66,7 @@ class Grammars:
     def held(self) -> set[str]:
         return set() if self.compiler is None else self.compiler.held()
 
-    def hold(self, request: Request) -> bool:
+    def hold(self, request: Request, arrival: float) -> bool:
         """Hold a request until its grammar is compiled; return False if it has none.
 
         Raises:
@@ -77,7 +77,7 @@ class Grammars:
             return False
         if self.compiler is None:
             raise RequestError("this engine has no vocabulary, which grammars need")
-        self.compiler.begin(request, grammar)
+        self.compiler.begin(request, grammar, arrival)
         return True
 
     def abandon(self, request_id: str) -> bool:
@@ -98,18 +98,19 @@ class Grammars:
         """Queue the requests whose grammar is compiled.
 
         Returns:
-            The final deltas of refused requests.
+            The final deltas of refused requests, and of those that have waited too long.
         """
         refused: list[SequenceDelta] = []
         if self.compiler is None:
             return refused
+        refused += self.compiler.late(now)
         for compiled in self.compiler.take():
             request, error = compiled.request, compiled.error
             if compiled.matcher is not None:
                 live = list(self._scheduler.sequences())
                 self.matchers.add(request.request_id, compiled.matcher, live)
                 try:
-                    self._scheduler.add(request, now)
+                    self._scheduler.add(request, now, arrival=compiled.arrival)
                 except RequestError as failure:
                     error = str(failure)
             if error is not None:

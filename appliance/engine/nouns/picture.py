@@ -78,7 +78,7 @@ class PromptPictures(msgspec.Struct, frozen=True):
         for span in self.spans:
             key = self.canvases[span.canvas].key
             cells = range(span.first, span.first + span.length)
-            ids[span.start : span.stop] = [_row_id(key, cell) for cell in cells]
+            ids[span.start : span.stop] = [row_id(key, cell) for cell in cells]
         return ids
 
     def within(self, first: int, last: int) -> Iterator[tuple[range, PictureSpan]]:
@@ -89,6 +89,7 @@ class PromptPictures(msgspec.Struct, frozen=True):
                 yield rows, span
 
 
-def _row_id(key: bytes, cell: int) -> int:
+def row_id(key: bytes, cell: int) -> int:
+    """Return the id of a picture's row: below 0, and equal for equal contents alone."""
     digest = blake2b(key + cell.to_bytes(4, "little"), digest_size=_ID_BYTES).digest()
     return -1 - (int.from_bytes(digest, "little") >> (8 * _ID_BYTES - _ID_BITS))

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.scheduling.deadlines import overdue
 from appliance.errors import ApplianceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.engine.nouns.messages import SequenceDelta
     from appliance.engine.nouns.picture import CanvasPixels
     from appliance.engine.nouns.request import Request
     from appliance.engine.run.encoded_pictures import EncodedPictures
@@ -75,16 +77,16 @@ class PictureQueue:
     def held(self) -> set[str]:
         return set(self._held)
 
-    def hold(self, request: Request, now: float) -> bool:
+    def hold(self, request: Request, arrival: float) -> bool:
         """Hold a request until its pictures are encoded; return False if they are.
 
         Args:
-            now: when it arrived.
+            arrival: see `Scheduler.stamp`.
         """
         missing = {canvas.key: canvas for canvas in self.encoded.missing(request)}
         if not missing:
             return False
-        self._held[request.request_id] = HeldRequest(request, now, set(missing))
+        self._held[request.request_id] = HeldRequest(request, arrival, set(missing))
         for key, canvas in missing.items():
             if key in self._running or key in self._waiting:
                 continue
@@ -106,6 +108,15 @@ class PictureQueue:
             if self._running[key].cancel():
                 del self._running[key]
         return True
+
+    def late(self, now: float) -> list[SequenceDelta]:
+        """Forget the requests that have waited too long, and return their final deltas."""
+        found: list[SequenceDelta] = []
+        for name, one in list(self._held.items()):
+            if ends := overdue(one.request, one.arrival, now):
+                found += ends
+                self.abandon(name)
+        return found
 
     def take(self) -> list[HeldRequest]:
         """Return the requests whose pictures are encoded, or cannot be."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
+from appliance.engine.nouns.messages import SequenceDelta
+from appliance.engine.nouns.request import FinishReason
+
 if TYPE_CHECKING:
     from appliance.engine.nouns.request import Request
     from appliance.engine.nouns.sequence import Sequence
@@ -51,6 +54,28 @@ def was_started(sequence: Sequence) -> bool:
     return any(
         one is not None and one.first_scheduled is not None for one in (sequence, sequence.parent)
     )
+
+
+def overdue(request: Request, arrival: float, now: float) -> list[SequenceDelta]:
+    """Return the final deltas of a request that has waited too long before the queue, else none.
+
+    Args:
+        now: on the clock of its arrival.
+    """
+    waited = now - arrival
+    limits = (request.timeout, request.max_queue_seconds)
+    if all(limit is None or waited < limit for limit in limits):
+        return []
+    return [
+        SequenceDelta(
+            request_id=request.request_id,
+            index=index,
+            finish_reason=FinishReason.ERROR,
+            error=why_refused(request, waited),
+            expired=True,
+        )
+        for index in range(request.sampling.num_choices)
+    ]
 
 
 def why_refused(request: Request, waited: float) -> str:

@@ -117,11 +117,20 @@ class Scheduler:
         """Iterate over all live sequences, by request in order of arrival."""
         return self.state.sequences()
 
-    def add(self, request: Request, now: float) -> None:
+    def stamp(self, now: float) -> float:
+        """Return the arrival of a request that something else holds first, for `add`.
+
+        Two requests in one clock tick still have an order, and one that was held has its place.
+        """
+        self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
+        return self._last_arrival
+
+    def add(self, request: Request, now: float, *, arrival: float | None = None) -> None:
         """Queue a request.
 
         Args:
             now: monotonic seconds.
+            arrival: a `stamp`; None if it arrives now.
 
         Raises:
             ContextLengthError: the prompt leaves no room in the context for an answer.
@@ -134,9 +143,8 @@ class Scheduler:
         check_request(request, state.bounds)
         if self.speculator is not None:
             self.speculator.check(request)
-        # Two requests in one clock tick still have an order.
-        self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
-        state.enter(_group_of(request, self._last_arrival, state.bounds, state.blocks))
+        arrival = self.stamp(now) if arrival is None else arrival
+        state.enter(_group_of(request, arrival, state.bounds, state.blocks))
         state.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def expire(self, now: float) -> list[Update]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from llguidance import LLParserLimits
 from support.engine.grammar_words import CALL, EOS, FIRST_BYTE, text_of, words
@@ -264,8 +267,6 @@ def test_a_model_without_an_end_token_ends_with_its_grammar(tiny_llama: Path) ->
 def test_requests_wait_for_their_grammar_and_can_be_aborted_there(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     may_go, real = threading.Event(), compiling.GrammarCompiler.compile
 
     def slow(self: Any, grammar: Grammar) -> Any:
@@ -276,8 +277,15 @@ def test_requests_wait_for_their_grammar_and_can_be_aborted_there(
     engine.submit(request("slow", Grammar.regex("b{2}")))
     engine.submit(request("gone", Grammar.regex("b{3}")))
     engine.submit(request("free", None, max_tokens=3))
-    assert engine.stats().waiting == 3
+    late = msgspec.structs.replace(request("late", Grammar.regex("b{4}")), timeout=0.01)
+    engine.submit(late)
+    assert engine.stats().waiting == 4
+    time.sleep(0.02)
     seen = [delta for _ in range(4) for delta in engine.step().deltas]
+    (over,) = (delta for delta in seen if delta.request_id == "late")
+    assert over.expired
+    assert "its timeout of 0.01 s" in (over.error or "")
+    seen.remove(over)
     assert {delta.request_id for delta in seen} == {"free"}, "others go on meanwhile"
     assert engine.abort("gone")
     assert not engine.abort("gone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -107,6 +108,25 @@ def test_one_that_leaves_takes_its_waiting_pictures_along() -> None:
     encoder.may_go.set()
     assert taken(queue) == {"a": None, "c": None}
     assert b"\2" not in encoder.calls
+    queue.close()
+
+
+def test_one_that_waits_beyond_its_limits_is_told_so() -> None:
+    encoder = Encoder()
+    encoder.may_go.clear()
+    queue = queue_of(encoder, beside=True)
+    several = SamplingParams(n=2)
+    first = msgspec.structs.replace(request_of("a", 1), timeout=3.0, sampling=several)
+    queue.hold(first, 10.0)
+    queue.hold(msgspec.structs.replace(request_of("b", 2), max_queue_seconds=2.0), 11.0)
+    queue.hold(request_of("c", 3), 11.0)
+    assert queue.late(12.9) == []
+    assert [(one.request_id, one.index) for one in queue.late(13.0)] == [
+        ("a", 0), ("a", 1), ("b", 0),
+    ]  # fmt: skip
+    assert queue.held() == {"c"}
+    assert queue.late(99.0) == []
+    encoder.may_go.set()
     queue.close()
 
 

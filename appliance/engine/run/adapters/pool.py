@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.nouns.messages import AdapterAnswer, SequenceDelta
-from appliance.engine.nouns.request import FinishReason
-from appliance.engine.scheduling.deadlines import why_refused
+from appliance.engine.grammars.grammars import refusal
+from appliance.engine.nouns.messages import AdapterAnswer
+from appliance.engine.scheduling.deadlines import overdue
 from appliance.errors import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from appliance.engine.nouns.messages import SequenceDelta
     from appliance.engine.nouns.request import AdapterRef, Request
     from appliance.engine.run.adapters.loader import AdapterLoader, LoadedAdapter
     from appliance.model.adapters.adapter import AdapterSlots
@@ -101,8 +102,13 @@ class AdapterPool:
         self._answer_wishes()
         self.residents.drop_unwanted()
         self._begin_loading()  # before requests leave, as they are not live yet
-        ends += [self._late(one, now) for one in self._held if _is_late(one, now)]
-        self._held = [one for one in self._held if not _is_late(one, now)]
+        waiting = []
+        for one in self._held:
+            late = overdue(one.request, one.since, now)
+            ends += late
+            if not late:
+                waiting.append(one)
+        self._held = waiting
         ready: list[Request] = []
         for one in list(self._held):
             assert one.request.adapter is not None
@@ -165,7 +171,7 @@ class AdapterPool:
         self._answer_wishes(ref, error)
         failed = [one for one in self._held if _same(one.request, ref)]
         self._held = [one for one in self._held if one not in failed]
-        return [_end(one.request, error, refused=True) for one in failed]
+        return [refusal(one.request, error) for one in failed]
 
     def _answer_wishes(self, sound: AdapterRef | None = None, error: str = "") -> None:
         """Answer administrators for adapters in slots, and for one just read."""
@@ -175,10 +181,6 @@ class AdapterPool:
             ):
                 self._wished.remove(ref)
                 self._answers.append(AdapterAnswer(ref, error))
-
-    @staticmethod
-    def _late(held: _Held, now: float) -> SequenceDelta:
-        return _end(held.request, why_refused(held.request, now - held.since), expired=True)
 
 
 class Residents:
@@ -277,20 +279,3 @@ def key_of(ref: AdapterRef) -> AdapterKey:
 
 def _same(request: Request, ref: AdapterRef) -> bool:
     return request.adapter is not None and key_of(request.adapter) == key_of(ref)
-
-
-def _is_late(held: _Held, now: float) -> bool:
-    limits = (held.request.timeout, held.request.max_queue_seconds)
-    return any(limit is not None and now - held.since > limit for limit in limits)
-
-
-def _end(
-    request: Request, error: str, *, refused: bool = False, expired: bool = False
-) -> SequenceDelta:
-    return SequenceDelta(
-        request_id=request.request_id,
-        finish_reason=FinishReason.ERROR,
-        error=error,
-        refused=refused,
-        expired=expired,
-    )

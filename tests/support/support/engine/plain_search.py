@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from support.simulation.simulated_pictures import prompt_of
 from support.simulation.virtual_model import EOS, TEXTS, VOCAB, content_of, ranking
 
 from appliance.engine.nouns.request import FinishReason
@@ -31,7 +32,7 @@ def best_answers(
     sampling, width = request.sampling, request.sampling.num_sequences
     finished: list[tuple[float, Found]] = []
     last = 0
-    for token in request.prompt_token_ids:
+    for token in prompt_of(request):
         last = content_of(request.cache_salt, last, token)
     beams: list[Scored] = [(0.0, (), last)]
     for length in range(1, longest + 1):

@@ -15,6 +15,7 @@ from unittest.mock import patch
 from support.engine.plain_search import Found
 from support.simulation.load_script import Event, Script, answer_of, beams_of, ends
 from support.simulation.simulated_client import Choice, Search, first_limit
+from support.simulation.simulated_pictures import prompt_of
 from support.simulation.virtual_disk import VirtualDisk
 from support.simulation.virtual_engine import build_engine, counts_of
 from support.simulation.virtual_model import content_of, logprob_of, next_token
@@ -127,6 +128,8 @@ class Simulation:
             self.arrive(event.arrives)
         if event.leaves is not None:
             request_id, index = event.leaves
+            if self.engine.pictures is not None and request_id in self.engine.pictures.held():
+                index = None  # it ends as a whole
             gone = [
                 choice
                 for choice in self.live.values()
@@ -160,7 +163,7 @@ class Simulation:
         assert fits, "a request was accepted that can never be served"
         self.searches += search is not None
         last = 0
-        for token in request.prompt_token_ids:
+        for token in prompt_of(request):
             last = content_of(request.cache_salt, last, token)
         for index in range(request.sampling.num_choices):
             choice = Choice(request, index, last, self.clock.now, search=search)
@@ -210,6 +213,8 @@ class Simulation:
         """The sequence that must get a row in the next step, at any cost to others, if any."""
         setting, live = self.script.setting, list(self.scheduler.sequences())
         enough = setting.max_num_batched_tokens >= setting.max_num_seqs
+        if self.engine.pictures is not None and self.engine.pictures.waiting:
+            return None  # one that waits for its pictures may come before it
         if len({one.request.owner for one in live}) != 1 or not (enough and self.runner.is_idle):
             return None
         first = min(live, key=lambda one: (one.request.priority, one.arrival, one.index))
@@ -274,7 +279,7 @@ class Simulation:
         for choice in choices:
             answer = answer_of(request, choice.index, self.script.setting.max_tokens)
             likelihood, last = Likelihood(), 0
-            for token in request.prompt_token_ids:
+            for token in prompt_of(request):
                 last = content_of(request.cache_salt, last, token)
             for token in answer:
                 likelihood.cumulative_logprob += logprob_of(last, choice.index)

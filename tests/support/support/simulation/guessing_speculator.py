@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from support.simulation.simulated_pictures import read_of
 from support.simulation.virtual_model import VOCAB, content_of, next_token
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class GuessingSpeculator:
     def _guess(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         salt = sequence.request.cache_salt
         known, last = self._last.get(sequence, (0, 0))
-        for token in sequence.token_ids[known:]:
+        for token in read_of(sequence, known, len(sequence.token_ids)):
             last = content_of(salt, last, token)
         self._last[sequence] = len(sequence.token_ids), last
         drafts = []

@@ -7,9 +7,10 @@ one that still fails.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from support.engine.plain_search import Found, best_answers
+from support.simulation.simulated_pictures import Element, compiled, elements_of, picture, prompt_of
 from support.simulation.virtual_model import EOS, STOPS, VOCAB, content_of, next_token, stop_pieces
 
 from appliance.engine.nouns.limits import max_beam_tokens
@@ -45,6 +46,7 @@ class Setting:
     first_distance: int = 512  # of `policy.chunk_end`
     drafts: float = 0.0  # share of right tokens among those proposed; 0 proposes none
     drafts_eagerly: bool = False  # also beside prompts
+    pictures: bool = False  # requests have some
 
     @property
     def num_slots(self) -> int:
@@ -81,7 +83,7 @@ class Script:
 def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
     """The right answer of a choice, wherever its blocks are and whatever else runs."""
     sampling, last = request.sampling, 0
-    for token in request.prompt_token_ids:
+    for token in prompt_of(request):
         last = content_of(request.cache_salt, last, token)
     answer: list[int] = []
     length = len(request.prompt_token_ids)
@@ -123,9 +125,9 @@ def ends(sampling: SamplingParams, token: int, num_tokens: int) -> bool:
     return num_tokens == sampling.max_tokens or (stops and num_tokens > sampling.min_tokens)
 
 
-def write_script(rng: random.Random, num_steps: int) -> Script:
+def write_script(rng: random.Random, num_steps: int, *, pictures: bool = False) -> Script:
     """Write a load that keeps an engine busy for about `num_steps` steps, at times overloaded."""
-    setting = _setting(rng)
+    setting = replace(_setting(rng), pictures=pictures)
     events: list[Event] = []
     told: list[Request] = []  # conversations so far, to be continued
     step = 0.0
@@ -197,13 +199,17 @@ def _happening(rng: random.Random, setting: Setting, step: int, told: list[Reque
 
 def _request(rng: random.Random, setting: Setting, name: str, told: list[Request]) -> Request:
     salt = rng.choice(SALTS)
-    own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 12]))]
-    begun: list[int] = []
+    own: list[Element] = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 12]))]
+    if setting.pictures:
+        for _ in range(rng.choice([0, 1, 1, 3])):
+            place = rng.randrange(len(own) + 1)
+            own[place:place] = picture(rng)
+    begun: list[Element] = []
     kind = rng.random()
     if kind < 0.45 and told:  # a conversation's next turn, or its last one again, or a part of it
         last = rng.choice(told[-6:])
         salt = last.cache_salt if rng.random() < 0.9 else salt
-        begun = list(last.prompt_token_ids)
+        begun = elements_of(last)
         if rng.random() < 0.6 and len(begun) < setting.max_tokens:
             begun += answer_of(last, 0, setting.max_tokens)
         if rng.random() < 0.3:
@@ -213,6 +219,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
     prompt = (begun + own)[: setting.max_tokens + 1]  # sometimes too long
     if rng.random() < 0.95:
         prompt = prompt[: setting.max_tokens - 2]
+    ids, pictures = compiled(prompt)
     max_tokens = rng.choice([1, 2, 6, 12, 12, 20, 40, None])
     beams = rng.random() < setting.searches
     stop = rng.choice([(), *STOPS]) if beams else ()
@@ -220,7 +227,8 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
     best_of = rng.choice([None, None, None, None, None, n + rng.choice([0, 1, 2])])
     return Request(
         request_id=name,
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=ids,
+        pictures=pictures,
         sampling=SamplingParams(
             n=rng.choice([1, 2]),
             best_of=rng.choice([2, 3, 4]),

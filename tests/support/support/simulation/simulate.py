@@ -23,11 +23,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--era", type=int, default=None, help="only this one, all books each step")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--pictures", action="store_true", help="in prompts")
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # failing steps are part of the plan
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     if options.era is not None:
-        failure = explain(seed, options.era)
+        failure = explain(seed, options.era, pictures=options.pictures)
         if failure is not None:
             raise SystemExit(failure)
         print(f"era {options.era} of seed {seed} runs to its end")
@@ -35,7 +36,7 @@ def main() -> None:
     print(f"seed {seed}", flush=True)
     begin = time.perf_counter()
     try:
-        seen = simulate(options.steps, seed, jobs=options.jobs)
+        seen = simulate(options.steps, seed, jobs=options.jobs, pictures=options.pictures)
     except SimulationError as error:
         raise SystemExit(str(error)) from None
     seconds = time.perf_counter() - begin

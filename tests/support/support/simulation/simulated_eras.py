@@ -33,9 +33,9 @@ class SimulationError(Exception):
     """An era failed; the message says how to reproduce it."""
 
 
-def script_of(seed: int, era: int) -> Script:
+def script_of(seed: int, era: int, *, pictures: bool = False) -> Script:
     """The script of one engine."""
-    return write_script(random.Random(f"{seed} {era}"), STEPS_OF_AN_ERA)
+    return write_script(random.Random(f"{seed} {era}"), STEPS_OF_AN_ERA, pictures=pictures)
 
 
 def failure_of(script: Script, check_every: int) -> str | None:
@@ -65,9 +65,9 @@ def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
     return replace(script, events=tuple(events))
 
 
-def explain(seed: int, era: int) -> str | None:
+def explain(seed: int, era: int, *, pictures: bool = False) -> str | None:
     """Describe an era's failure, with the smallest script that fails; None if it passes."""
-    script = script_of(seed, era)
+    script = script_of(seed, era, pictures=pictures)
     failure = failure_of(script, check_every=1)
     if failure is None:
         return None
@@ -80,7 +80,7 @@ def explain(seed: int, era: int) -> str | None:
     small = shrink(script, fails)
     lines = [
         f"era {era} of seed {seed} fails: {failure}",
-        f"again: scripts/simulate --seed {seed} --era {era}",
+        f"again: scripts/simulate --seed {seed} --era {era}{' --pictures' * pictures}",
         f"{small.setting}, noise {small.noise}",
         *(f"    {event}" for event in small.events),
         f"then: {failure_of(small, check_every=1)}",
@@ -88,7 +88,9 @@ def explain(seed: int, era: int) -> str | None:
     return "\n".join(lines)
 
 
-def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) -> Counter[str]:
+def simulate(
+    steps: int, seed: int, *, check_every: int = 500, jobs: int = 1, pictures: bool = False
+) -> Counter[str]:
     """Run eras until they had so many steps together; count the notable cases.
 
     Args:
@@ -96,15 +98,19 @@ def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) ->
         seed: of all eras.
         check_every: steps between two checks of all invariants.
         jobs: processes that run eras concurrently; the result does not depend on it.
+        pictures: prompts have some.
 
     Raises:
         SimulationError: one of them failed.
     """
     seen: Counter[str] = Counter()
-    run = partial(_run_era, seed, check_every=check_every)
+    run = partial(_run_era, seed, check_every=check_every, pictures=pictures)
     for era, counts in enumerate(_in_order(run, jobs)):
         if counts is None:
-            again = explain(seed, era) or f"era {era} of seed {seed} fails with others before it"
+            again = (
+                explain(seed, era, pictures=pictures)
+                or f"era {era} of seed {seed} fails with others before it"
+            )
             raise SimulationError(again)
         seen += counts
         if seen["steps"] >= steps:
@@ -113,11 +119,13 @@ def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) ->
     raise AssertionError("eras do not end")
 
 
-def _run_era(seed: int, era: int, *, check_every: int) -> Counter[str] | None:
+def _run_era(seed: int, era: int, *, check_every: int, pictures: bool) -> Counter[str] | None:
     """Count an era's notable cases; None if it failed."""
     seen: Counter[str] = Counter()
     try:
-        Simulation(script_of(seed, era), check_every=check_every, seen=seen).run()
+        script = script_of(seed, era, pictures=pictures)
+        Simulation(script, check_every=check_every, seen=seen).run()
+        seen["conversations"] += sum(event.arrives is not None for event in script.events)
     except Exception:
         return None
     return seen

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 from support.simulation.guessing_speculator import GuessingSpeculator
+from support.simulation.simulated_pictures import encode
 from support.simulation.virtual_model import EOS, VOCAB
 from support.simulation.virtual_runner import VirtualRunner
 
@@ -16,6 +18,8 @@ from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.engine import LLMEngine
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.nouns.moves import Rates
+from appliance.engine.run.encoded_pictures import EncodedPictures
+from appliance.engine.run.picture_queue import PictureQueue
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.tiers.write_behind import WriteBehind
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from support.simulation.virtual_runner import Clock
 
 PREFILL = 100.0  # tokens per second
+PICTURE_BYTES = 80  # of rows that are kept: ten rows, and each conversation may need more
 
 
 class Parts(NamedTuple):
@@ -62,6 +67,11 @@ def build_engine(
         if setting.recurrent
         else None,
     )
+    pictures = None
+    if setting.pictures:
+        device = SimpleNamespace(send=lambda values: values)
+        encoded = EncodedPictures(encode, device, limit_bytes=PICTURE_BYTES)
+        pictures = PictureQueue(encode, encoded, beside_steps=False)
     runner = VirtualRunner(
         blocks,
         max_rows=setting.max_num_batched_tokens,
@@ -69,6 +79,7 @@ def build_engine(
         depth=setting.depth,
         noise=noise,
         clock=clock,
+        pictures=None if pictures is None else pictures.encoded,
     )
     sizes = TierSizes(
         block_bytes=8,
@@ -100,7 +111,9 @@ def build_engine(
         tiers=tiers,
         speculator=speculator,
     )
-    engine = LLMEngine(scheduler, tiers, runner, engine_info(setting), clock=clock.read)
+    engine = LLMEngine(
+        scheduler, tiers, runner, engine_info(setting), clock=clock.read, pictures=pictures
+    )
     return Parts(blocks, runner, tiers, scheduler, engine)
 
 
@@ -114,6 +127,8 @@ def counts_of(engine: LLMEngine, runner: VirtualRunner, blocks: BlockManager) ->
     seen["accepted drafts"] += stats.accepted_tokens_total
     seen["rejected drafts"] += stats.draft_tokens_total - stats.accepted_tokens_total
     seen["tokens from the cache"] += stats.prefix_hits_total
+    seen["pictures encoded"] += stats.pictures_encoded_total
+    seen["pictures met again"] += stats.picture_hits_total
     seen["evictions"] += blocks.pool.num_evictions
     if (states := blocks.states) is not None:
         seen["checkpoints"] += states.num_saved

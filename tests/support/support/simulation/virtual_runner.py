@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from support.simulation.plan_judge import look_at
+from support.simulation.simulated_pictures import read_of
 from support.simulation.virtual_model import EOS, content_of, logprob_of, next_token, ranking
 
 from appliance.engine.nouns.messages import Candidate, TokenLogprobs
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.plan import Plan, ScheduledSequence
     from appliance.engine.nouns.request import Request
     from appliance.engine.nouns.sequence import Sequence
+    from appliance.engine.run.encoded_pictures import EncodedPictures
 
 STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
 JUNK = -1
@@ -77,6 +79,7 @@ class VirtualRunner:
         depth: plans in flight when the next one is launched.
         noise: chooses what a failing step leaves behind.
         clock: advances with each step.
+        pictures: gives the rows of pictures; None if requests have none.
 
     Attributes:
         fault: the next fault: "memory", "launch", "collect" or "nan"; empty: none.
@@ -95,6 +98,7 @@ class VirtualRunner:
         depth: int,
         noise: random.Random,
         clock: Clock,
+        pictures: EncodedPictures | None = None,
     ) -> None:
         self.depth = depth
         self.fault = ""
@@ -106,6 +110,7 @@ class VirtualRunner:
         self._sealed = sealed
         self._noise = noise
         self._clock = clock
+        self._pictures = pictures
         self._slots = [JUNK] * blocks.num_slots
         self._opened: dict[int, list[int]] = {}
         self.states = [JUNK] * (0 if blocks.states is None else blocks.states.num_rows)
@@ -121,12 +126,14 @@ class VirtualRunner:
         assert (plan.open_blocks is not None) == self._sealed
         in_flight = [flying for flying, *_ in self._flight]
         look_at(plan, in_flight, self._blocks, depth=int(self.depth == 1))
-        entries = []
+        entries, first, given = [], 0, self._given(plan)
         for scheduled, entry_opened in zip(plan.scheduled, opened, strict=True):
             sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
             table = list(sequence.block_table[: -(-end // self._size)])
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
             tokens = [*tokens, *scheduled.drafts]
+            tokens = [given.get(row, token) for row, token in enumerate(tokens, first)]
+            first += scheduled.num_tokens
             assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
             entries.append(_Entry(scheduled, table, entry_opened, tokens, sequence.slot - 1))
         saved = self.save(plan.saves)
@@ -138,6 +145,15 @@ class VirtualRunner:
             raise MemoryError("no memory") if fault == "memory" else DeviceLostError("launch")
         self._flight.append((plan, entries, saved))
         return saved
+
+    def _given(self, plan: Plan) -> dict[int, int]:
+        """Return what the rows of pictures in a step hold, by their place in it."""
+        found = None if self._pictures is None else self._pictures.given(plan.scheduled)
+        if found is None:
+            return {}
+        self.seen["rows of pictures"] += len(found.embeddings)
+        sources = enumerate(found.sources)
+        return {row: int(found.embeddings[one, 0]) for row, one in sources if one >= 0}
 
     def collect(self) -> list[Sampled]:
         """See `Runner`."""
@@ -286,7 +302,7 @@ class VirtualRunner:
             truth.clear()  # its tokens may now be those of another beam
         salt = sequence.request.cache_salt
         tokens = entry.tokens or [self._latest[sequence]]
-        for token in sequence.token_ids[len(truth) : start]:
+        for token in read_of(sequence, len(truth), start):
             truth.append(content_of(salt, truth[-1] if truth else 0, token))
         known = truth[:start] if len(truth) > start else truth
         assert found == known, f"{sequence.request.request_id} reads what it never wrote"
