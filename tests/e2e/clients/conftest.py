@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from support.runs.fetched import node_packages
+from support.runs.waiting import LIMIT
 
 from tests.e2e.conftest import Server
 
 MODEL = "small"
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def output_of_node(name: str, folder: Path, *arguments: str) -> Any:
+    """Return a program's output; it is copied beside the packages, where alone Node finds them."""
+    (folder / "node_modules").symlink_to(node_packages() / "node_modules")
+    program = shutil.copy(PROGRAMS / name, folder)
+    finished = subprocess.run(
+        ["node", program, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
 
 
 @pytest.fixture(scope="session")

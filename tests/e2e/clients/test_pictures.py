@@ -33,6 +33,7 @@ from appliance.chat.dialogue import Dialogue
 from appliance.chat.screen import ChatScreen
 from appliance.chat.session import ChatSession
 from appliance.tui.server import Server as Address
+from tests.e2e.clients.conftest import output_of_node
 from tests.e2e.conftest import Server
 
 if TYPE_CHECKING:
@@ -199,6 +200,16 @@ def test_all_protocols_show_the_model_the_same(clients: Clients) -> None:
     assert "vision" in (clients.ollama.show("tiny").capabilities or ())
     told = clients.openai.models.retrieve("tiny").model_extra or {}
     assert told["architecture"]["input_modalities"] == ["text", "image"]
+
+
+def test_javascript_shows_the_model_the_same(clients: Clients, tmp_path: Path) -> None:
+    file = pictures() / "coffee.png"
+    wanted = by_chat(clients, file.read_bytes())
+    assert wanted.image_tokens
+    said = output_of_node("pictures.mjs", tmp_path, clients.url, str(file), QUESTION, str(TOKENS))
+    assert said.pop("chat") == [wanted.text, wanted.prompt_tokens, wanted.image_tokens]
+    assert said.keys() == {"responses", "messages", "ollama_file", "ollama_bytes", "generate"}
+    assert all(found == [wanted.text, wanted.prompt_tokens] for found in said.values()), said
 
 
 def test_the_chat_shows_the_model_the_same(clients: Clients, tmp_path: Path) -> None:
