@@ -44,6 +44,7 @@ def describes(
     *,
     streams: bool = False,
     path: tuple[str, ...] = (),
+    query: tuple[str, ...] = (),
     media_types: tuple[str, ...] = ("application/json",),
     protocol: ClientProtocol = OPENAI,
 ) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def describes(
         takes: struct of the body.
         gives: struct of the answer; None means one of `media_types`.
         path: names of the path parameters.
+        query: names of optional query parameters.
         media_types: of an answer without a struct.
     """
     if gives is not None:
@@ -73,10 +75,11 @@ def describes(
     if takes is not None:
         body = {"application/json": {"schema": _reference(takes)}}
         extra["requestBody"] = {"required": True, "content": body}
-    if path:
+    if path or query:
         extra["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in path
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for place, names in (("path", path), ("query", query))
+            for name in names
         ]
     return {"responses": responses, "openapi_extra": extra, "response_model": None}
 

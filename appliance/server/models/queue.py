@@ -63,12 +63,16 @@ class Queue:
             retry_after=self._seconds_until_room(requests),
         )
 
+    @property
+    def slots(self) -> int:
+        """Sequences that the loaded replicas run at once."""
+        infos = [one.info for one in self._engine.replicas]
+        return sum(0 if info is None else info.max_num_seqs for info in infos)
+
     def _excess(self, requests: int) -> int:
         """Return the number of requests that must start first."""
         engine = self._engine
-        infos = [one.info for one in engine.replicas]
-        slots = sum(0 if info is None else info.max_num_seqs for info in infos)
-        room = self._config.max_queue + max(0, slots - engine.num_running_sequences)
+        room = self._config.max_queue + max(0, self.slots - engine.num_running_sequences)
         return engine.num_waiting + requests - room
 
     def _fits(self, tokens: int) -> bool:

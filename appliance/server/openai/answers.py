@@ -218,3 +218,47 @@ class ModelList(msgspec.Struct, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool = False
+
+
+class GenerationParams(msgspec.Struct, kw_only=True):
+    """Sampling of a request that says nothing of it, under llama-server's names."""
+
+    n_predict: int = -1  # the rest of the context
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int = -1  # tokens that penalties count: all
+    presence_penalty: float
+    frequency_penalty: float
+
+
+class GenerationSettings(msgspec.Struct, kw_only=True):
+    """Settings of llama-server's slots; `n_ctx` is the context length in tokens."""
+
+    n_ctx: int
+    params: GenerationParams
+
+
+class PropsModalities(msgspec.Struct, kw_only=True):
+    """Kinds of input beside texts."""
+
+    vision: bool
+    audio: Literal[False] = False
+
+
+class Props(msgspec.Struct, kw_only=True):
+    """Answer of GET /props: those properties of llama-server that this server has, too.
+
+    Source: tools/server/README.md of llama.cpp.
+    """
+
+    default_generation_settings: GenerationSettings
+    total_slots: int  # requests that may run at once
+    model_alias: str
+    model_path: str  # the model's name again: folders of the machine are nobody's business
+    chat_template: str  # empty if the model has none
+    modalities: PropsModalities
+    build_info: str
+    is_sleeping: bool

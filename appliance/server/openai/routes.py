@@ -1,13 +1,15 @@
-"""The routes of the OpenAI API: chat completions, text completions, models."""
+"""The routes of the OpenAI API: chats, text completions, models; and llama-server's /props."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import RequestError
 from appliance.server.http.body import body_size
 from appliance.server.http.errors import json_response, request_id_of
@@ -17,9 +19,13 @@ from appliance.server.http.stream import EventStream
 from appliance.server.openai.answers import (
     ChatCompletion,
     Completion,
+    GenerationParams,
+    GenerationSettings,
     Modalities,
     ModelCard,
     ModelList,
+    Props,
+    PropsModalities,
 )
 from appliance.server.openai.chat import ChatCalls, answer_chat, chat_frames, whole_chat
 from appliance.server.openai.chunks import StreamUsage
@@ -30,6 +36,7 @@ from appliance.server.requests.intake import once_loaded, submit, take_body, who
 from appliance.server.requests.prompt import completion_prompts, fim_prompts, prompt_text
 from appliance.server.requests.sampling import limit_of
 from appliance.server.requests.schema import ChatRequest, CompletionRequest
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
@@ -100,6 +107,11 @@ def openai_router(server: ServerState) -> APIRouter:
         adapter = state.adapters.find(name)
         return json_response(model_card(state, None if adapter is None else adapter.name))
 
+    @router.get("/props", **describes(None, Props, query=("model",)))
+    async def props(request: Request) -> Response:
+        """Describe a loaded model, or one asleep, as llama-server does."""
+        return json_response(_props(server.find(request.query_params.get("model"))))
+
     return router
 
 
@@ -164,6 +176,32 @@ def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
         state=state.engine.state.value,
         aliases=state.aliases if adapter is None else [],
         architecture=None if info is None else _modalities(info),
+    )
+
+
+def _props(state: ModelState) -> Props:
+    info, tokenizer = state.serving()
+    recommended: dict[str, Any] = dict(state.sampling.values)
+    sampling = SamplingParams(**recommended)
+    params = GenerationParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repeat_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+    )
+    template = tokenizer.chat_template
+    return Props(
+        default_generation_settings=GenerationSettings(n_ctx=info.context_length, params=params),
+        total_slots=state.queue.slots,
+        model_alias=state.model_id,
+        model_path=state.model_id,
+        chat_template="" if template is None else template.source,
+        modalities=PropsModalities(vision=info.reads_pictures),
+        build_info=f"appliance-{__version__}",
+        is_sleeping=state.engine.state is EngineState.ASLEEP,
     )
 
 

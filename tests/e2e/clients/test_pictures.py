@@ -200,6 +200,8 @@ def test_all_protocols_show_the_model_the_same(clients: Clients) -> None:
     assert "vision" in (clients.ollama.show("tiny").capabilities or ())
     told = clients.openai.models.retrieve("tiny").model_extra or {}
     assert told["architecture"]["input_modalities"] == ["text", "image"]
+    props = httpx.get(f"{clients.url}/props").json()
+    assert props["modalities"] == {"vision": True, "audio": False}
 
 
 def test_javascript_shows_the_model_the_same(clients: Clients, tmp_path: Path) -> None:
