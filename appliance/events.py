@@ -26,7 +26,7 @@ import msgspec
 from appliance.stats import EngineStats, RankInfo, SequenceView, StepView
 from appliance.stats import LogLine as LogLine
 
-PROTOCOL = 4  # grows with the feed's features; readers ignore unknown ones
+PROTOCOL = 5  # grows with the feed's features; readers ignore unknown ones
 NO_OWNER = 0xFFFF
 MAX_SHOWN_AGE = 0xFFFF  # seconds
 

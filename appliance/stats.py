@@ -91,6 +91,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefix_hits_total / queries if queries else 0.0
 
     @property
+    def picture_seconds(self) -> float:
+        """Mean seconds that a picture took to encode; 0 without any."""
+        count = self.pictures_encoded_total
+        return self.picture_seconds_total / count if count else 0.0
+
+    @property
     def kv_utilization(self) -> float:
         """Share of allocated slots that hold tokens, 0 to 1; 1 without allocated slots."""
         slots = self.blocks_active * self.block_size
@@ -122,6 +128,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 # Values of `SequenceView.status` and their meaning.
 SEQUENCE_STATES = {
     "waiting": "holds no blocks, and was not started yet",
+    "encoding": "waits for its pictures to be encoded",
     "reading": "waits for its blocks to be read from the disk",
     "running": "holds blocks",
     "to fork": "a beam that waits to fork the blocks of a sibling",
@@ -151,6 +158,7 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int = 0  # its blocks in host memory, preempted or read from disk
     tokens_per_second: float = 0.0  # over the last second or two
     model: str = ""
+    picture_rows: int = 0  # of the prompt's tokens, rows of pictures
     adapter: str = ""  # empty for the base model
     prompt: str = ""  # its beginning, only if the server shows prompts
     yours: bool = True  # the watching key may abort it

@@ -28,11 +28,13 @@ from transformers import (
 )
 
 from appliance import LLM, SamplingParams
+from appliance.engine.nouns.messages import StepReport
 from appliance.errors import ChatTemplateError, ImageError, RequestError
 from appliance.pictures import of_image
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
+from appliance.stats import SequenceView
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 QUESTION = "What is this?"
@@ -114,6 +116,31 @@ def test_images_of_pillow_are_answered_as_transformers_answers(
     with opened(out) as llm:  # rounds activations to 8 bits, too, so that later tokens may differ
         found, wanted = asked(llm, part(dog), part(cat)), by_transformers(name, out, dog, cat)
         assert found[:3] == wanted[:3]
+
+
+def test_views_tell_rows_of_pictures_and_who_waits_for_them(
+    llm: LLM, cat: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = llm.engine.step, list[SequenceView]()
+
+    def watched() -> StepReport:
+        seen.extend(llm.engine.sequences())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    processor = transformers.Qwen2VLImageProcessorPil(**PICTURE_MODELS["qwen3_vl"].processor)
+    other = cat.rotate(180)
+    grid = processor(images=[other], return_tensors="pt")["image_grid_thw"]
+    for waits in (True, False):
+        seen.clear()
+        asked(llm, part(other))
+        assert ("encoding" in {view.status for view in seen}) is waits, "then its rows are kept"
+        assert seen[-1].status == "running"
+        assert {view.picture_rows for view in seen} == {int(grid.prod()) // 4}
+        assert len({(view.request_id, view.index, view.prompt_tokens) for view in seen}) == 1
+    seen.clear()
+    asked(llm)
+    assert {view.picture_rows for view in seen} == {0}
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

@@ -309,7 +309,9 @@ class LLMEngine:
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        return view_sequences(self.scheduler, self.tiers, self.clock())
+        now = self.clock()
+        held = () if self.pictures is None else self.pictures.views(now)
+        return view_sequences(self.scheduler, self.tiers, now) + held
 
     def take_steps(self) -> tuple[StepView, ...]:
         """Return the steps since the last call, at most the last `MAX_STEPS_KEPT`."""

@@ -13,6 +13,7 @@ import msgspec
 
 from appliance.engine.scheduling.deadlines import overdue
 from appliance.errors import ApplianceError
+from appliance.stats import SequenceView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,9 +172,35 @@ class PictureQueue:
             picture_bytes=self.encoded.num_bytes,
         )
 
+    def views(self, now: float) -> tuple[SequenceView, ...]:
+        """Describe the waiting requests for dashboards, each as one sequence.
+
+        Args:
+            now: on the clock of their arrival.
+        """
+        return tuple(_view(one.request, now - one.arrival) for one in self._held.values())
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _view(request: Request, age: float) -> SequenceView:
+    assert request.pictures is not None
+    return SequenceView(
+        request_id=request.request_id,
+        index=0,
+        slot=0,
+        owner=request.owner,
+        adapter="" if request.adapter is None else request.adapter.name,
+        status="encoding",
+        prompt_tokens=len(request.prompt_token_ids),
+        picture_rows=request.pictures.num_rows,
+        cached_tokens=0,
+        output_tokens=0,
+        blocks=0,
+        age_seconds=age,
+    )
 
 
 def _give_way() -> None:

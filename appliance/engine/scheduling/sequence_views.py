@@ -9,6 +9,7 @@ from appliance.engine.nouns.sequence import SequenceStatus
 from appliance.stats import SequenceView
 
 if TYPE_CHECKING:
+    from appliance.engine.nouns.request import Request
     from appliance.engine.nouns.sequence import Sequence
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.tiers.tiers import Tiers
@@ -30,6 +31,7 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
             adapter="" if sequence.request.adapter is None else sequence.request.adapter.name,
             status=_status(sequence, held=sequence.is_held, reads=sequence in reading),
             prompt_tokens=sequence.num_prompt_tokens,
+            picture_rows=_picture_rows(sequence.request),
             cached_tokens=sequence.num_cached,
             output_tokens=sequence.num_output_tokens,
             blocks=len(sequence.block_table),
@@ -43,6 +45,10 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
         )
         for sequence in scheduler.sequences()
     )
+
+
+def _picture_rows(request: Request) -> int:
+    return 0 if request.pictures is None else request.pictures.num_rows
 
 
 def _status(sequence: Sequence, *, held: bool, reads: bool) -> str:
