@@ -49,10 +49,15 @@ def _facts(view: View, sequence: SequenceView, width: int) -> list[Text]:
         name.append(f" #{sequence.index}", palette.TEXT)
     name.truncate(width, overflow="ellipsis")
     cached = f"{numbers.count(sequence.cached_tokens)} cached"
+    pictures = []
+    if sequence.picture_rows:
+        rows = numbers.count(sequence.picture_rows)
+        pictures = [pair("of these, of pictures", rows, width, note="rows")]
     return [
         name,
         pair("key", sequence.owner or "-", width),
         pair("prompt", numbers.count(sequence.prompt_tokens), width, note=cached),
+        *pictures,
         pair("generated", numbers.count(sequence.output_tokens), width),
         pair("blocks", numbers.count(sequence.blocks), width, note=sequence.status),
         pair("age", numbers.clock(sequence.age_seconds), width),

@@ -167,6 +167,8 @@ class MemoryPanel(LongPanel):
                 lines += gpu_lines(gpu, width)
             lines += machine_lines(stats.machine, width)
         each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0.0
+        if info is not None and info.reads_pictures:
+            lines += [*_title("pictures"), *_pictures(stats.engine, width)]
         return [*lines, *tier_lines(stats.engine, each, width)]
 
 
@@ -243,6 +245,16 @@ def _states(engine: EngineStats, width: int) -> list[Text]:
         pair("checkpoints cached", numbers.count(cached), width, note=_share(cached, room)),
         pair("sequences begun from one", numbers.count(engine.state_restores_total), width),
         pair("checkpoints evicted", numbers.count(engine.state_evictions_total), width),
+    ]
+
+
+def _pictures(engine: EngineStats, width: int) -> list[Text]:
+    encoded, hits = engine.pictures_encoded_total, engine.picture_hits_total
+    each = f"{numbers.duration(engine.picture_seconds)} each" if encoded else ""
+    return [
+        pair("encoded", numbers.count(encoded), width, note=each),
+        pair("met again", numbers.count(hits), width, note=_share(hits, encoded + hits)),
+        pair("rows kept", numbers.size(engine.picture_bytes), width),
     ]
 
 

@@ -51,6 +51,9 @@ class RequestDetail(Panel):
         if one.draft_tokens:
             share = numbers.percent(one.accepted_tokens / one.draft_tokens)
             facts.append(pair("guessed tokens accepted", share, room))
+        if one.picture_rows:
+            count = numbers.count(one.picture_rows)
+            facts.insert(6, pair("of these, of pictures", count, room, note="rows"))
         if one.adapter:
             facts.insert(3, pair("adapter", one.adapter, room))
         if one.kept_tokens:
