@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 TOKENS = 12
 QUESTION = "What is this?"
+ENCODED = re.compile(r"Pictures[1-9]\d* encoded, \d+ ms each, [1-9]\d* met again")
 CALL = {"name": "look", "arguments": {"at": "desk"}}
 
 
@@ -296,6 +298,7 @@ async def test_a_person_sends_pictures_with_the_page(clients: Clients) -> None:
         assert [len(one["content"]) > 2 for one in body["messages"]][::2] == [True, True]
         assert len(body["messages"][0]["content"]) == 3
         await said(1)
+        await page.locator("#facts", has_text=ENCODED).wait_for()
         broken: Any = {"name": "broken.png", "mimeType": "image/png", "buffer": b"no picture"}
         await page.get_by_label("Files of pictures").set_input_files([broken])
         await page.get_by_label("Message").fill("And this?")

@@ -393,5 +393,7 @@ async def test_a_model_of_texts_is_offered_no_picture(serve: Serve, browser: Bro
                 new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer: transfer }));
         }""")
         await page.get_by_text("this model reads texts only").wait_for()
+        await page.get_by_text("256 blocks of 16").wait_for()
+        assert await page.get_by_text("Pictures", exact=True).count() == 0
         assert await page.locator("#shelf img").count() == 0
         assert not complaints

@@ -7,6 +7,7 @@ const SHOWN_LINES = 20;
 const jobs = new Map();
 const map = new BlockMap(byId("map"));
 let info = null;
+let encoding = 0; // requests that wait for their pictures
 
 // The feed of the chosen replica's blocks, of a model that has several.
 export function feedPath() {
@@ -25,6 +26,7 @@ export async function takeStatus(name, event) {
   if (name === "info") takeInfo(event);
   else if (name === "snapshot") await map.take(event);
   else if (name === "delta") map.change(event);
+  else if (name === "sequences") encoding = event.sequences.filter(({ status }) => status === "encoding").length;
   else if (name === "stats") takeStats(event);
   else if (name === "job") takeJob(event);
   else if (name === "log") takeLog(event);
@@ -61,6 +63,7 @@ function takeStats(stats) {
     "Tokens per second": `${rate(stats.prompt_tokens_per_second)} in, ${rate(stats.generation_tokens_per_second)} out`,
     "First token": seconds(stats.time_to_first_token),
     "Between tokens": seconds(stats.inter_token_latency),
+    Pictures: info.reads_pictures ? pictures(engine) : "",
     Memory: memory(stats.machine),
     Version: info.version,
   };
@@ -142,4 +145,11 @@ function clock(secondsLeft) {
   return hours ? `${hours}:${two(minutes % 60)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 const mebibytes = (bytes) => `${number.format(Math.round(bytes / 2 ** 20))} MiB`;
+const pictures = (engine) => [
+  `${number.format(engine.pictures_encoded_total)} encoded`,
+  engine.pictures_encoded_total ? `${(1000 * engine.picture_seconds_total / engine.pictures_encoded_total).toFixed(0)} ms each` : "",
+  `${number.format(engine.picture_hits_total)} met again`,
+  `${mebibytes(engine.picture_bytes)} of rows`,
+  encoding ? `${encoding} waiting for theirs` : "",
+].filter(Boolean).join(", ");
 const memory = (machine) => (machine ? `${mebibytes(machine.engine_rss_bytes)} engine, ${mebibytes(machine.api_rss_bytes)} API` : "");
