@@ -23,6 +23,7 @@ BENCHMARKS = {
     "decode": "engine.decode",
     "eager_step": "engine.eager_step",
     "host_step": "engine.host_step",
+    "pictures": "engine.pictures",
     "published_schemas": "engine.published_schemas",
     "ranks": "engine.ranks",
     "replicas": "engine.replicas",
