@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.errors import RequestError
+from appliance.server.models.state import PICTURE_BYTES
 from appliance.server.openai_responses.schema import Item
 from appliance.server.openai_responses.turns import items_of
 
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
     from appliance.server.openai_responses.schema import InputPart, ResponsesRequest
 
 MAX_COUNT = 1024  # responses of all keys together
-MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20  # beside pictures
+MAX_PICTURE_BYTES = 4 * PICTURE_BYTES  # in base64; every response has those of its conversation
 KEEP_SECONDS = 24 * 3600.0
 _ID_BYTES = 128  # of an item's id in a set
 MAX_REFERENCES = 1024  # to earlier items, in a request
-MAX_CONVERSATION = 8 << 20  # bytes of its items as JSON: a context of a million tokens has fewer
+# Bytes of its items as JSON, without pictures: a context of a million tokens has fewer.
+MAX_CONVERSATION = 8 << 20
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -55,6 +58,7 @@ class StoredResponse:
         conversation: an array of items, earlier turns included.
         names: ids of its items.
         own: byte range of its own input's items in it.
+        pictures: bytes of pictures in it, in base64.
         until: when it expires, in monotonic seconds.
     """
 
@@ -62,15 +66,23 @@ class StoredResponse:
     conversation: bytes
     names: frozenset[str]
     own: slice
+    pictures: int
     until: float
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
+        """Bytes beside pictures."""
+        whole = len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
+        return whole - self.pictures
+
+    @property
+    def takes(self) -> tuple[int, int, int]:
+        """Return what it takes of each limit of the store: responses, bytes, and of pictures."""
+        return 1, self.size, self.pictures
 
 
 # Before the first response of a conversation.
-NOTHING = StoredResponse(b"", b"[]", frozenset(), slice(0), 0.0)
+NOTHING = StoredResponse(b"", b"[]", frozenset(), slice(0), 0, 0.0)
 
 
 class ResponseStore:
@@ -88,10 +100,12 @@ class ResponseStore:
         conversation: bytes,
         names: frozenset[str],
         own: slice,
+        pictures: int = 0,
     ) -> None:
         """Store a response, unless it exceeds the whole store; see `StoredResponse`."""
-        kept = StoredResponse(response, conversation, names, own, self._clock() + KEEP_SECONDS)
-        if kept.size > MAX_BYTES:
+        until = self._clock() + KEEP_SECONDS
+        kept = StoredResponse(response, conversation, names, own, pictures, until)
+        if kept.size > MAX_BYTES or pictures > MAX_PICTURE_BYTES:
             return
         self._of.setdefault(owner, OrderedDict())[response_id] = kept
         self._drop()
@@ -127,14 +141,16 @@ class ResponseStore:
         for found in self._of.values():
             for name in [name for name, kept in found.items() if kept.until < now]:
                 del found[name]
-        sizes = {owner: sum(kept.size for kept in self._of[owner].values()) for owner in self._of}
-        counts = {owner: len(found) for owner, found in self._of.items()}
-        while (too_many := sum(counts.values()) > MAX_COUNT) or sum(sizes.values()) > MAX_BYTES:
-            by = counts if too_many else sizes
-            owner = max(by, key=by.__getitem__)
-            _, dropped = self._of[owner].popitem(last=False)
-            sizes[owner] -= dropped.size
-            counts[owner] -= 1
+        for place, most in enumerate((MAX_COUNT, MAX_BYTES, MAX_PICTURE_BYTES)):
+            taken = {
+                owner: sum(kept.takes[place] for kept in found.values())
+                for owner, found in self._of.items()
+            }
+            while sum(taken.values()) > most:
+                owner = max(taken, key=taken.__getitem__)
+                found = self._of[owner]
+                oldest = next(name for name, kept in found.items() if kept.takes[place])
+                taken[owner] -= found.pop(oldest).takes[place]
 
 
 def find_items(kept: Sequence[StoredResponse], names: Sequence[str]) -> dict[str, bytes]:
@@ -168,12 +184,14 @@ class ReadInput:
         items: of the request, without those that add nothing to a prompt.
         own: these items as a JSON array, each with an id.
         names: their ids.
+        pictures: bytes of pictures in them and before, in base64.
         before: the response that the request continues.
     """
 
     items: Sequence[Item]
     own: bytes
     names: frozenset[str]
+    pictures: int
     before: StoredResponse
 
     @property
@@ -195,7 +213,7 @@ class InputReader:
     What is kept is looked up on construction, on the event loop; `read` decodes it, in a thread.
 
     Args:
-        max_bytes: limit of what references stand for.
+        max_bytes: limit of what references stand for, without pictures.
 
     Raises:
         RequestError: the previous response is not kept.
@@ -232,15 +250,21 @@ class InputReader:
         items = list(filter(None, map(_effective, self._resolved(items_of(self._input)))))
         named = [_with_id(item) for item in items]
         own = msgspec.json.encode(named)
-        size = len(self._before.conversation) + len(own)
-        if size > MAX_CONVERSATION:
-            raise RequestError(
-                f"the conversation has {size:,} bytes with this input; at most "
-                f"{MAX_CONVERSATION:,} are kept, so begin another, with a summary of this one",
-                param="input" if self._before is NOTHING else "previous_response_id",
-                code="context_length_exceeded",
-            )
-        return ReadInput(items, own, frozenset(item.id or "" for item in named), self._before)
+        pictures = self._before.pictures + _picture_bytes(items)
+        size = len(self._before.conversation) + len(own) - pictures
+        for found, most, what in (
+            (size, MAX_CONVERSATION, "bytes"),
+            (pictures, PICTURE_BYTES, "bytes of pictures, in base64,"),
+        ):
+            if found > most:
+                raise RequestError(
+                    f"the conversation has {found:,} {what} with this input; at most {most:,} are"
+                    " kept, so begin another, with a summary of this one",
+                    param="input" if self._before is NOTHING else "previous_response_id",
+                    code="context_length_exceeded",
+                )
+        names = frozenset(item.id or "" for item in named)
+        return ReadInput(items, own, names, pictures, self._before)
 
     def _resolved(self, items: list[Item]) -> list[Item]:
         """Replace references with the items that they name, each decoded once."""
@@ -257,17 +281,42 @@ class InputReader:
             found = find_items(self._kept, names)
         except ResponseNotFoundError as error:
             raise RequestError(error.message, param="input", code="item_not_found") from None
-        if (size := sum(len(found[name]) for name in names)) > self._max_bytes:
-            raise RequestError(
-                f"the items that input refers to have {size:,} bytes; at most "
-                f"{self._max_bytes:,} are accepted, as of a body",
-                param="input",
-            )
-        decoded = {name: msgspec.json.decode(item, type=Item) for name, item in found.items()}
+        decoded: dict[str, Item] = {}
+        pictures: dict[str, int] = {}
+        size = picture_size = 0
+        for name in names:
+            if name not in decoded:
+                decoded[name] = msgspec.json.decode(found[name], type=Item)
+                pictures[name] = _picture_bytes([decoded[name]])
+            size += len(found[name]) - pictures[name]
+            picture_size += pictures[name]
+            if size > self._max_bytes:
+                raise _too_large(f"{self._max_bytes:,} bytes")
+            if picture_size > PICTURE_BYTES:
+                raise _too_large(f"{PICTURE_BYTES:,} bytes of pictures, in base64,")
         return [
             decoded[item.id] if item.type == "item_reference" and item.id is not None else item
             for item in items
         ]
+
+
+def _too_large(most: str) -> RequestError:
+    return RequestError(
+        f"the items that input refers to are too large; at most {most} are accepted, as of a body",
+        param="input",
+    )
+
+
+def _picture_bytes(items: Sequence[Item]) -> int:
+    """Return the bytes of items' pictures, in base64."""
+    parts = [
+        part
+        for item in items
+        for given in (item.content, item.output)
+        if isinstance(given, list)
+        for part in given
+    ]
+    return sum(len(part.image_url or "") for part in parts if part.type == "input_image")
 
 
 def _effective(item: Item) -> Item | None:

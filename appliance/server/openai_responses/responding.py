@@ -123,13 +123,22 @@ class Responding:
         return response
 
     def _keep(self, response: ResponseObject) -> None:
-        before, own = self._history.before, self._history.own
+        history = self._history
+        before, own = history.before, history.own
         inner = [part[1:-1] for part in (before.conversation, own, _encode(response.output))]
         conversation = b"[" + b",".join(filter(None, inner)) + b"]"
         begin = 1 + len(inner[0]) + (1 if inner[0] and inner[1] else 0)
         place = slice(begin, begin + len(inner[1]))
-        names = self._history.names.union(before.names, (item.id for item in response.output))
-        self._store.keep(self._owner, response.id, _encode(response), conversation, names, place)
+        names = history.names.union(before.names, (item.id for item in response.output))
+        self._store.keep(
+            self._owner,
+            response.id,
+            _encode(response),
+            conversation,
+            names,
+            place,
+            history.pictures,
+        )
 
 
 def _response(state: ModelState, exchange: Exchange, body: ResponsesRequest) -> ResponseObject:

@@ -33,6 +33,7 @@ from appliance.chat.answer import ServerSource
 from appliance.chat.dialogue import Dialogue
 from appliance.chat.screen import ChatScreen
 from appliance.chat.session import ChatSession
+from appliance.server.openai_responses.history import MAX_CONVERSATION
 from appliance.tui.server import Server as Address
 from tests.e2e.clients.conftest import output_of_node
 from tests.e2e.conftest import Server
@@ -440,6 +441,26 @@ def test_a_kept_response_keeps_its_pictures(clients: Clients) -> None:
     assert kept.usage is not None
     assert whole.usage is not None
     assert kept.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_a_kept_conversation_may_have_photographs(clients: Clients) -> None:
+    """More of them than it may have of texts, in each of two requests."""
+    create = clients.openai.responses.create
+    out = io.BytesIO()
+    Image.open(pictures() / "coffee.png").resize((1500, 1000)).save(out, "PNG", compress_level=0)
+    image = {"type": "input_image", "image_url": url_of(out.getvalue()), "detail": "low"}
+    asked: Any = [{"role": "user", "content": [image, image]}]
+    assert 2 * len(image["image_url"]) > MAX_CONVERSATION
+    more: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": TOKENS}
+    first = create(input=asked, **more)
+    kept = create(input=asked, previous_response_id=first.id, **more)
+    again: Any = [*asked, {"role": "assistant", "content": first.output_text}]
+    whole = create(input=[*again, *asked], **more)
+    assert kept.usage is not None
+    assert whole.usage is not None
+    assert kept.output_text == whole.output_text
+    assert kept.usage.input_tokens == whole.usage.input_tokens
+    assert clients.openai.responses.retrieve(kept.id).id == kept.id
 
 
 def test_streams_and_counts_agree_with_whole_answers(clients: Clients) -> None:

@@ -8,7 +8,9 @@ import openai
 import pytest
 from support.echo.echoed_responses import THOUGHT, WEATHER, events_of
 
+from appliance.errors import RequestError
 from appliance.server.openai_responses import history
+from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -186,3 +188,35 @@ async def test_references_and_conversations_have_limits(
         with pytest.raises(openai.BadRequestError, match="at most 3,000") as refused:
             await responses.create(model="echo", previous_response_id=last, input=[question])
         assert refused.value.param == "previous_response_id"
+
+
+def test_pictures_of_conversations_and_references_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "MAX_CONVERSATION", 1000)
+    monkeypatch.setattr(history, "PICTURE_BYTES", 5000)
+    store = history.ResponseStore()
+
+    def read(*, before: str | None = None, refer: int = 0, picture: int = 0) -> history.ReadInput:
+        parts = [InputPart(type="input_image", image_url="data:;base64," + "A" * picture)]
+        items = [Item(type="item_reference", id="msg_1")] * refer
+        if picture:
+            items.append(Item(type="message", role="user", id="msg_1", content=parts))
+        body = ResponsesRequest(model="echo", input=items, previous_response_id=before)
+        return history.InputReader(store, "ann", body, max_bytes=1000).read()
+
+    found = read(picture=2400)
+    assert len(found.own) > 2400 > 1000, "they are not counted as texts"
+    place = slice(1, len(found.own) - 1)
+    store.keep("ann", "first", b"{}", found.own, found.names, place, found.pictures)
+    assert read(before="first", picture=2400).pictures == 2 * len("data:;base64,") + 4800
+    assert len(read(refer=2).items) == 2
+    for asked, param in (
+        ({"picture": 5001}, "input"),
+        ({"before": "first", "picture": 3000}, "previous_response_id"),
+        ({"refer": 3}, "input"),
+        ({"refer": 2, "picture": 1000}, "input"),
+    ):
+        with pytest.raises(RequestError, match="at most 5,000") as refused:
+            read(**asked)
+        assert refused.value.param == param

@@ -47,6 +47,24 @@ def test_who_keeps_most_loses_something_first(monkeypatch: pytest.MonkeyPatch) -
     assert has(kept, "ann", "19"), "what cannot be kept displaces nothing"
 
 
+def test_pictures_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_BYTES", 40)
+    monkeypatch.setattr(history, "MAX_PICTURE_BYTES", 1000)
+    kept = ResponseStore()
+    seen = b"[" + b"x" * 402 + b"]"
+    kept.keep("ann", "text", b"{}", b"[  ]", NO_NAMES, OWN)
+    kept.keep("ann", "a", b"{}", seen, NO_NAMES, OWN, 400)
+    kept.keep("ann", "b", b"{}", seen, NO_NAMES, OWN, 400)
+    assert all(has(kept, "ann", name) for name in ("text", "a", "b"))
+    kept.keep("bob", "c", b"{}", seen, NO_NAMES, OWN, 400)
+    assert has(kept, "bob", "c")
+    names = ("text", "a", "b")
+    assert [has(kept, "ann", name) for name in names] == [True, False, True], "who keeps most"
+    kept.keep("bob", "huge", b"{}", b"x" * 1010, NO_NAMES, OWN, 1001)
+    assert not has(kept, "bob", "huge")
+    assert has(kept, "bob", "c"), "what cannot be kept displaces nothing"
+
+
 def test_nothing_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     kept = ResponseStore(clock)
