@@ -32,8 +32,6 @@ def activated(b_x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z; the first number is 2 * sqrt(2 / pi).
         return times_sigmoid(b_x, 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x))
-    elif ACTIVATION == "quick_gelu":
-        return times_sigmoid(b_x, 1.702 * b_x)
     elif ACTIVATION == "gelu":
         return 0.5 * b_x * (1.0 + tl.erf(b_x * SQRT_HALF))
     else:

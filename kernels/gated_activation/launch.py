@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.activation import gate_constexprs
+from appliance.kernels.activation import Activation, gate_constexprs
+from appliance.kernels.gated_activation import reference
 from appliance.kernels.gated_activation.kernel import gate_heads_kernel, gated_activation_kernel
 from appliance.kernels.gpu.direct_launch import Launcher, device_of
 from appliance.kernels.gpu.target import early_options, starts_early
@@ -15,7 +16,7 @@ from appliance.kernels.gpu.target import early_options, starts_early
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.activation import Activation, Gating
+    from appliance.kernels.activation import Gating
 
 BLOCK = 1024  # columns of a program: 8 for each thread of 4 warps, one 16-byte load of BF16 each
 NUM_WARPS = 4
@@ -38,6 +39,9 @@ def gated_activation(
     Raises:
         UnsupportedModelError: no kernel covers the dtype.
     """
+    if activation is Activation.QUICK_GELU:
+        assert not run, "no tower's gates alternate"
+        return reference.gated_activation(gate_up, activation, up)
     width = gate_up.shape[1]
     assert width % (2 * max(run, 1)) == 0 or up is not None, (width, run)
     fixed = {**gate_constexprs(activation), "GATED": True, "RUN": run}
@@ -47,9 +51,13 @@ def gated_activation(
 def activated(x: Tensor, activation: Activation) -> Tensor:
     """See `reference.activated`; x is (num_tokens, width) bfloat16, float16 or float32.
 
+    The reference computes quick GELU, which towers of pictures alone have.
+
     Raises:
         UnsupportedModelError: no kernel covers the dtype.
     """
+    if activation is Activation.QUICK_GELU:
+        return reference.activated(x, activation)
     return _launch(x, None, x.shape[1], {**gate_constexprs(activation), "GATED": False, "RUN": 0})
 
 
