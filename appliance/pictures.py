@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MOST_PICTURES = 64  # of a request
 _ORIENTATION = 0x0112  # EXIF's tag
+_ALPHA_FIRST = {"PA": "RGBA", "RGBa": "RGBA", "La": "LA"}
 _MODES_OF_PNG = ("1", "L", "LA", "P", "I;16", "RGB", "RGBA")
 _DATA_URL = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 
@@ -137,14 +138,17 @@ def of_image(image: Any, where: str) -> Attached:
         )
     if image.mode in ("I", "F"):
         raise RequestError(f"{where} has 32 bits for each value; convert it to RGB")
-    upright = Image.Exif()
-    upright[_ORIENTATION] = image.getexif().get(_ORIENTATION, 1)
-    if image.mode in ("PA", "La", "RGBa"):
-        image = image.convert("RGBA")
-    elif image.mode not in _MODES_OF_PNG:
-        image = image.convert("RGB")
     file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1, exif=upright)
+    try:
+        upright = Image.Exif()
+        upright[_ORIENTATION] = image.getexif().get(_ORIENTATION, 1)
+        if image.mode in _ALPHA_FIRST:  # the only one that these can become
+            image = image.convert(_ALPHA_FIRST[image.mode])
+        if image.mode not in _MODES_OF_PNG:
+            image = image.convert("RGB")
+        image.save(file, "PNG", compress_level=1, exif=upright)
+    except (ValueError, OSError, SystemError) as error:  # closed, cut short, or without a pixel
+        raise ImageError(f"{where} is no picture that can be read: {error}") from error
     return Attached(file.getvalue(), where)
 
 

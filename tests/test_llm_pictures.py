@@ -192,10 +192,13 @@ def test_every_form_of_a_picture_is_the_same_picture(
     assert answer.prompt_token_ids.count(0) == rows > 1
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "PA"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "La", "P", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV", "PA"]
+)
 def test_an_image_of_any_mode_keeps_what_it_shows(llm: LLM, cat: Image.Image, mode: str) -> None:
-    image = cat.convert(mode)
-    assert asked(llm, part(image)) == asked(llm, part(image.convert("RGB")))
+    straight = {"La": "LA", "RGBa": "RGBA"}.get(mode, mode)
+    image = cat.convert(straight).convert(mode)
+    assert asked(llm, part(image)) == asked(llm, part(image.convert(straight).convert("RGB")))
 
 
 def test_an_image_is_upright_and_what_is_transparent_is_white(llm: LLM, cat: Image.Image) -> None:
@@ -215,6 +218,11 @@ def test_what_is_no_picture_is_refused_by_its_place(llm: LLM, cat: Image.Image) 
         asked(llm, part(3))
     with pytest.raises(RequestError, match=r"content\[0\]: /none.png cannot be read: No such"):
         asked(llm, part("/none.png"))
+    closed = Image.open(io.BytesIO(file_of(cat)))
+    closed.close()
+    for broken in (Image.new("RGB", (0, 5)), closed):
+        with pytest.raises(ImageError, match=r"content\[0\] is no picture that can be read"):
+            asked(llm, part(broken))
     with pytest.raises(RequestError, match="32 bits for each value"):
         asked(llm, part(cat.convert("F")))
     with pytest.raises(ImageError, match=r"messages\[0\].content\[0\]: these bytes are no image"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ _KINDS = {"jpg": "jpeg", "tif": "tiff"}  # of an image's media type, where the s
 _SUFFIXES = (*_KINDS, "png", "jpeg", "webp", "gif", "bmp", "tiff", "avif")
 # A path as terminals write it for a dropped file: quoted, or with a backslash before blanks.
 _DROPPED = re.compile(
-    r"""(?<!\S)('(file://|[/~])[^']*'|"(file://|[/~])[^"]*"|(file://|[/~])(\\.|\S)*)"""
+    r"""(?<!\S)('(?:file://|[/~])[^']*'|"(?:file://|[/~])[^"]*"|(?:file://|[/~])(?:\\.|\S)*)[ ]?"""
 )
 
 
@@ -66,23 +67,26 @@ def path_of(text: str) -> Path:
     """Return the path that a text names, which may be a file: URL."""
     if text.startswith("file://"):
         text = unquote(text.removeprefix("file://"))
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))  # Path's own raises where there is no such user
 
 
 def without_dropped(words: str) -> tuple[str, list[Path]]:
-    """Return a question without the paths of pictures that were dropped into it, and these."""
+    """Return a question without the paths of pictures that were dropped into it, and these.
+
+    A dropped path has blanks or the ends of the question around it, of which one blank goes too.
+    """
     found: list[Path] = []
 
     def keep(match: re.Match[str]) -> str:
-        text = match.group()
+        text = match[1]
         path = path_of(text[1:-1] if text[0] in "'\"" else re.sub(r"\\(.)", r"\1", text))
-        if path.suffix.lower().removeprefix(".") not in _SUFFIXES or not path.is_file():
-            return text
+        is_picture = path.suffix.lower().removeprefix(".") in _SUFFIXES
+        if not (is_picture and os.path.isfile(path)):
+            return match.group()
         found.append(path)
         return ""
 
-    rest = _DROPPED.sub(keep, words)
-    return " ".join(rest.split()) if found else words, found
+    return _DROPPED.sub(keep, words).strip(), found
 
 
 @dataclass(slots=True)

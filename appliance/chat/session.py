@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import threading
@@ -195,7 +196,7 @@ def _image(session: ChatSession, argument: str) -> str:
     if argument == "none":
         session.attached.clear()
         return session.attach(())
-    if path_of(argument).is_file():
+    if os.path.isfile(path_of(argument)):
         return session.attach([path_of(argument)])
     try:
         return session.attach(map(path_of, shlex.split(argument)))

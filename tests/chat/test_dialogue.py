@@ -64,8 +64,13 @@ def test_files_that_are_dropped_into_a_question_are_found(tmp_path: Path) -> Non
         "/none/cat.png is  not there",
         f"a{escaped}",
         "what/cat.png",
+        "it costs ~50 dollars",
+        "~nobody-here/cat.png",
+        f"/{'a' * 300}.png",
     ):
         assert without_dropped(words) == (words, [])
+    code = "def f():\n    return 1"
+    assert without_dropped(f"{code}\n{escaped} \n  {code}") == (f"{code}\n\n  {code}", [cat])
 
 
 def test_sampling_is_a_number_of_its_type_or_the_servers() -> None:

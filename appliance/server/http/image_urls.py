@@ -31,6 +31,7 @@ _HEADERS = (
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")  # to IPv4 (RFC 6052)
 _FAILURES = (
     httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError, TimeoutError,
+    ValueError,  # names that IDNA has not, and ports that there are not
 )  # fmt: skip
 
 

@@ -74,7 +74,10 @@ async def test_other_spellings_of_this_machine_are_refused(site: str, host: str)
 
 async def test_a_redirect_may_not_leave_what_is_named(site: str) -> None:
     port = site.partition(":")[2]
-    for there in (f"http://localhost:{port}/cat.png", "file:///etc/passwd", "http://example.org/"):
+    for there in (
+        f"http://localhost:{port}/cat.png", "file:///etc/passwd", "http://example.org/",
+        "http://127.0.0.1:99999/", "http://[", f"http://{'a' * 70}.com/",
+    ):  # fmt: skip
         with pytest.raises(ImageFetchError):
             await ImageUrls("127.0.0.1").fetch(f"http://{site}/to/{there}", 1 << 20)
     loop = f"http://{site}/to/" + "/to/" * 9 + "x"
@@ -98,10 +101,15 @@ async def test_what_is_too_large_missing_or_slow_ends(
 
 
 @pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "http://", "http://a:b@example.org/", "ftp://example.org/", "x"]
-)
+    "url",
+    [
+        "file:///etc/passwd", "http://", "http://a:b@example.org/", "ftp://example.org/", "x",
+        "http://a..b/", "http://.a/", f"http://{'a' * 64}.com/", "http://x:99999/", "http://[::1/",
+        "http://\ud800.org/",
+    ],
+)  # fmt: skip
 async def test_other_addresses_are_refused(url: str) -> None:
-    with pytest.raises(ImageFetchError, match=r"no http or https address|no address"):
+    with pytest.raises(ImageFetchError):
         await ImageUrls("*").fetch(url, 1 << 20)
 
 

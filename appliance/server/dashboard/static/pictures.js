@@ -75,7 +75,7 @@ function attach(files) {
 byId("picture").addEventListener("click", () => byId("picture-file").click());
 
 byId("picture-file").addEventListener("change", (event) => {
-  attach(event.target.files);
+  if (event.target.files.length > 0 && !attach(event.target.files)) refuse("these files are no pictures");
   event.target.value = ""; // the same file may be chosen again
   byId("prompt").focus();
 });
