@@ -48,6 +48,10 @@ Handler = Callable[[Packet], Packet]
 class WorkerEndedError(Exception): ...
 
 
+class UnreadRequestError(WorkerEndedError):
+    """It ended before it had read the whole request."""
+
+
 class IsolatedWorker:
     """One process; used by one thread at a time.
 
@@ -88,6 +92,7 @@ class IsolatedWorker:
         """Send a request and return the answer.
 
         Raises:
+            UnreadRequestError: it had ended before; discard the worker.
             WorkerEndedError: it exceeded a limit; discard the worker.
         """
         deadline = time.monotonic() + wall_seconds + WALL_FACTOR * cpu_seconds
@@ -99,6 +104,8 @@ class IsolatedWorker:
             content, data = _LENGTHS.unpack(self._receive(_LENGTHS.size, deadline))
             answer = json.loads(self._receive(content, deadline))
             return Packet(answer, self._receive(data, deadline))
+        except ConnectionError as error:  # bytes were left unread; otherwise `_receive` raises
+            raise UnreadRequestError(str(error)) from error
         except OSError as error:
             raise WorkerEndedError(str(error)) from error
 
@@ -151,20 +158,19 @@ class Workers:
     def ask(self, content: Any, data: bytes = b"", *, cpu_seconds: float) -> Packet:
         """Send a request to one of them and return its answer.
 
+        A new process gets the request if an idle one was killed, such as for its memory.
+
         Raises:
             WorkerEndedError: it exceeded a limit; the next call gets another process.
         """
+        request = Packet(content, data)
         with self._turn:
-            worker = self._take()
-            try:
-                answer = worker.ask(Packet(content, data), cpu_seconds=cpu_seconds)
-            except BaseException:
-                self._drop(worker)
-                raise
             with self._lock:
-                if worker in self._all:  # otherwise `close` has ended it
-                    self._idle.append(worker)
-            return answer
+                idle = self._idle.pop() if self._idle else None
+            if idle is not None:
+                with contextlib.suppress(UnreadRequestError):
+                    return self._ask(idle, request, cpu_seconds)
+            return self._ask(self._start(), request, cpu_seconds)
 
     def close(self) -> None:
         with self._lock:
@@ -178,10 +184,18 @@ class Workers:
         for worker in idle:
             self._drop(worker)
 
-    def _take(self) -> IsolatedWorker:
+    def _ask(self, worker: IsolatedWorker, request: Packet, cpu_seconds: float) -> Packet:
+        try:
+            answer = worker.ask(request, cpu_seconds=cpu_seconds)
+        except BaseException:
+            self._drop(worker)
+            raise
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            if worker in self._all:  # otherwise `close` has ended it
+                self._idle.append(worker)
+        return answer
+
+    def _start(self) -> IsolatedWorker:
         worker = IsolatedWorker(
             self._task,
             self._arguments,
