@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 def heads_in_order(
     parts: list[LinearPart], spec: AttentionSpec, names: TensorNames
 ) -> list[LinearPart]:
-    """Put the rows of the linears `names.qkv` in the executors' order: see `head_rows`."""
-    orders = [head_rows(spec, names, part) for part in range(len(parts))]
+    """Put the rows of the linears `names.qkv` in the executors' order: see `head_rows`.
+
+    Args:
+        parts: one for each linear, or all their rows as one.
+    """
+    if len(parts) == 1:
+        orders = [_joined_rows(spec, names, parts[0].weight.shape[0])]
+    else:
+        orders = [head_rows(spec, names, part) for part in range(len(parts))]
     weighted = spec.qk_norm is not None and spec.qk_norm.weight
     assert not weighted or orders[0] is None, "norms of heads would have to follow"
     parts = [
@@ -53,10 +60,25 @@ def head_rows(spec: AttentionSpec, names: TensorNames, part: int) -> NDArray[np.
     if not names.rotated_pairs or not spec.rope.rotary_dim or part > 1:
         return None
     if len(names.qkv) == 1:
-        rows = rotated_rows(spec, spec.num_heads + spec.num_kv_heads)
-        values = np.arange(spec.num_kv_heads * spec.head_dim) + len(rows)
-        return np.concatenate((rows, values))
+        return _joined_rows(spec, names, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
     return rotated_rows(spec, spec.num_heads if part == 0 else spec.num_kv_heads)
+
+
+def _joined_rows(
+    spec: AttentionSpec, names: TensorNames, num_rows: int
+) -> NDArray[np.int64] | None:
+    """Return the order of the linears `names.qkv` seen as one, as `head_rows` does.
+
+    Args:
+        num_rows: of queries, then keys and values if the layer has its own.
+    """
+    if names.qkv_by_key_head:
+        return attention_rows(spec)
+    if not names.rotated_pairs or not spec.rope.rotary_dim:
+        return None
+    num_heads = min(num_rows // spec.head_dim, spec.num_heads + spec.num_kv_heads)
+    turning = rotated_rows(spec, num_heads)
+    return np.concatenate((turning, np.arange(len(turning), num_rows)))
 
 
 def attention_rows(spec: AttentionSpec) -> NDArray[np.int64]:
