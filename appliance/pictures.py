@@ -152,22 +152,14 @@ def of_image(image: Any, where: str) -> Attached:
     return Attached(file.getvalue(), where)
 
 
-def read_pictures(
-    turns: Sequence[Turn], reader: Pictures | None
-) -> tuple[list[Turn], list[Picture]]:
-    """Decode the pictures of messages; slow, so call it in a thread.
-
-    Returns:
-        The turns with `{"type": "image"}` in the place of each, and the pictures in order.
+def attached_in(turns: Sequence[Turn], reader: Pictures | None) -> list[Attached]:
+    """Return the pictures of messages, in order.
 
     Raises:
-        ImageError: one is damaged, or too large.
-        RequestError: the model takes none, or there are too many.
+        RequestError: the model takes none, there are too many, or one is not fetched.
     """
     found = [part["image"] for part in image_parts(turns)]
-    if not found:
-        return list(turns), []
-    if reader is None:
+    if found and reader is None:
         where = found[0].where
         raise RequestError(
             f"{where}: {TEXTS_ONLY}", param=_param_of(where), code="unsupported_content"
@@ -179,15 +171,34 @@ def read_pictures(
             param=_param_of(found[0].where),
             code="too_many_images",
         )
-    for one in found:
-        if one.url:
-            raise _not_fetched(one.url, one.where)
-    pictures = [_read(one, reader) for one in found]
-    told = [{**turn, "content": _told(turn["content"])} for turn in turns]
-    return told, pictures
+    return found
 
 
-def _read(one: Attached, reader: Pictures) -> Picture:
+def read_pictures(
+    turns: Sequence[Turn], reader: Pictures | None
+) -> tuple[list[Turn], list[Picture]]:
+    """Decode the pictures of messages; slow.
+
+    Returns:
+        The turns as a template takes them, and the pictures in order.
+
+    Raises:
+        ImageError: one is damaged, or too large.
+        RequestError: see `attached_in`.
+    """
+    found = attached_in(turns, reader)
+    return told(turns), [read_picture(one, reader) for one in found if reader is not None]
+
+
+def read_picture(one: Attached, reader: Pictures) -> Picture:
+    """Decode a picture; slow.
+
+    Raises:
+        ImageError: it is damaged, or too large.
+        RequestError: it is an address, which is not fetched.
+    """
+    if one.url:
+        raise _not_fetched(one.url, one.where)
     with placed(one):
         return reader.read(one.data, one.detail)
 
@@ -205,6 +216,11 @@ def image_parts(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Return the parts of messages that are pictures, in order."""
     lists = (turn["content"] for turn in turns if isinstance(turn["content"], list))
     return [part for parts in lists for part in parts if part["type"] == "image"]
+
+
+def told(turns: Sequence[Turn]) -> list[Turn]:
+    """Return turns with `{"type": "image"}` in the place of each picture, as templates take it."""
+    return [{**turn, "content": _told(turn["content"])} for turn in turns]
 
 
 def _told(content: Any) -> Any:

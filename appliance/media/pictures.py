@@ -113,17 +113,22 @@ class Pictures:
                 f"the image has {len(data)} bytes, and at most {MAX_BYTES >> 20} MiB are taken; "
                 "send a smaller one"
             )
-        key = blake2b(data, key=detail.value.encode(), digest_size=_KEY_BYTES).digest()
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        if (kept := self.kept(data, detail)) is not None:
+            return kept
         picture = self._decode(data, spec)
         with self._lock:
-            self._kept[key] = picture
+            self._kept[_key_of(data, detail)] = picture
             while sum(one.num_bytes for one in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
         return picture
+
+    def kept(self, data: bytes, detail: ImageDetail = ImageDetail.AUTO) -> Picture | None:
+        """Return a picture if it was read lately."""
+        key = _key_of(data, detail)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
     def _decode(self, data: bytes, spec: ImageProcessorSpec) -> Picture:
         request = {"size_rule": msgspec.to_builtins(spec.size_rule), "resample": spec.resample}
@@ -145,6 +150,10 @@ class Pictures:
     def close(self) -> None:
         """End the processes; the next picture starts one."""
         self.workers.close()
+
+
+def _key_of(data: bytes, detail: ImageDetail) -> bytes:
+    return blake2b(data, key=detail.value.encode(), digest_size=_KEY_BYTES).digest()
 
 
 def _picture(spec: ImageProcessorSpec, answer: Packet) -> Picture:

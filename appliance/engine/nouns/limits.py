@@ -93,6 +93,7 @@ def check_request(request: Request, bounds: Bounds) -> None:
         context_length=bounds.limits.context_length,
         cache_tokens=bounds.num_blocks * bounds.block_size,
         generates=request.generates,
+        picture_rows=0 if request.pictures is None else request.pictures.num_rows,
     )
     if sampling.use_beam_search:
         check_beams(
@@ -105,7 +106,12 @@ def check_request(request: Request, bounds: Bounds) -> None:
 
 
 def check_prompt(
-    num_tokens: int, *, context_length: int, cache_tokens: int, generates: bool = True
+    num_tokens: int,
+    *,
+    context_length: int,
+    cache_tokens: int,
+    generates: bool = True,
+    picture_rows: int = 0,
 ) -> None:
     """Refuse a prompt that leaves no room for an answer.
 
@@ -113,6 +119,7 @@ def check_prompt(
         context_length: tokens of one sequence, prompt and answer.
         cache_tokens: slots of the whole KV cache.
         generates: the request has an answer; without one the prompt may fill either.
+        picture_rows: tokens that pictures are.
 
     Raises:
         ContextLengthError: the prompt fills the context.
@@ -121,15 +128,20 @@ def check_prompt(
     limit = num_tokens + generates
     if num_tokens == 0:
         raise RequestError("the prompt is empty; send at least one token", param="prompt")
+    tokens = f"{num_tokens} tokens"
+    shorten = "shorten the prompt"
+    if picture_rows:
+        tokens += f" ({picture_rows} of them image tokens)"
+        shorten += ", send fewer or smaller pictures or detail low, or limit them by --image-tokens"
     if limit > context_length:
         raise ContextLengthError(
-            f"the prompt has {num_tokens} tokens, the context holds {context_length} for prompt "
-            "and answer together; shorten the prompt"
+            f"the prompt has {tokens}, the context holds {context_length} for prompt "
+            f"and answer together; {shorten}"
         )
     if limit > cache_tokens:
         raise RequestError(
-            f"the prompt has {num_tokens} tokens, the KV cache holds {cache_tokens} for prompt "
-            "and answer together; shorten the prompt or give the server more KV cache memory",
+            f"the prompt has {tokens}, the KV cache holds {cache_tokens} for prompt "
+            f"and answer together; {shorten} or give the server more KV cache memory",
             param="prompt",
             code="context_length_exceeded",
         )

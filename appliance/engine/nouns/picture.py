@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TEXTS_ONLY = (
     "this model reads texts only; leave the pictures out, or serve a model that takes them, of GGUF"
-    " models one with its mmproj file beside it"
+    " models one with its mmproj file beside it, and without --no-images"
 )
 _ID_BYTES = 8
 _ID_BITS = 62

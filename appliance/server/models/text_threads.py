@@ -37,8 +37,8 @@ class TextTimeoutError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"the texts of this request were not read within {MOST_SECONDS:.0f} s; send less, or "
-            "try again later",
+            f"a text or picture of this request was not read within {MOST_SECONDS:.0f} s; send"
+            " less, or try again later",
             code="text_timeout",
         )
 

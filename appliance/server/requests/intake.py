@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.server.http.body import note_ignored, read_json
 from appliance.server.http.client_gone import unless_disconnected
@@ -32,7 +32,7 @@ from appliance.server.requests.sampling import (
 from appliance.server.requests.terms import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 
     import msgspec
     from fastapi import Request, Response
@@ -88,7 +88,7 @@ async def take_body(
 async def once_loaded(
     model: ModelState,
     request: Request,
-    respond: Callable[[], Awaitable[Response]],
+    respond: Callable[[], Coroutine[Any, Any, Response]],
     *,
     streams: bool,
 ) -> Response:
@@ -103,7 +103,7 @@ async def once_loaded(
     if model.is_loaded or not streams:
         if not model.is_loaded:
             await unless_disconnected(request.receive, model.loaded())
-        return await respond()
+        return await unless_disconnected(request.receive, respond())
     return EventStream(_late_frames(model, respond), wire=protocol_of(request.scope).wire)
 
 
@@ -193,7 +193,12 @@ async def submit(
                 info,
                 state.sampling,
                 max_tokens=completion_budget(
-                    len(prompt), max_tokens, info, param=param, default=default
+                    len(prompt),
+                    max_tokens,
+                    info,
+                    param=param,
+                    default=default,
+                    picture_rows=0 if pictures is None else pictures.num_rows,
                 ),
                 logprobs=logprobs,
                 grammar=grammar,

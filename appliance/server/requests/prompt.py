@@ -10,15 +10,17 @@ from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.media.pictures import MAX_BYTES
 from appliance.pictures import (
-    MOST_PICTURES,
+    attached_in,
     image_parts,
     laid_out,
     placed,
-    read_pictures,
+    read_picture,
     texts_beside,
+    told,
 )
 from appliance.server.http.errors import BodyTooLargeError
 from appliance.server.models.state import PICTURE_BYTES
+from appliance.server.models.text_threads import SHORT
 from appliance.server.requests.conversation import thought_budget
 from appliance.server.requests.pieces import Reading
 from appliance.server.requests.terms import salt_of
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
     from appliance.engine.nouns.picture import PromptPictures
     from appliance.engine.nouns.sampling_params import ThoughtBudget
+    from appliance.media.pictures import Picture
+    from appliance.pictures import Attached
     from appliance.server.http.image_urls import ImageUrls
     from appliance.server.models.model_state import ModelState
     from appliance.server.requests.conversation import Conversation
@@ -81,11 +85,11 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
         attached = chat.turns()
         if not chat.is_limited:
             check_texts(attached, chat.size, state.config.max_body_bytes)
+        attached_in(attached, state.pictures)
         return attached
 
-    def encode(attached: list[Turn]) -> ChatPrompt:
-        dialect = tokenizer.dialect
-        given, found = read_pictures(attached, state.pictures)
+    def encode(attached: list[Turn], found: list[Picture]) -> ChatPrompt:
+        dialect, given = tokenizer.dialect, told(attached)
         continued = _continued(given, chat)
         turns, definitions = prepare(dialect, given, chat.tools.definitions)
         write = partial(
@@ -111,21 +115,32 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
 
     # Even a chat of short texts can have large tools or options.
     run = partial(state.texts.run, owner=owner, size=chat.size)
-    urls = state.server.image_urls
-    if urls is None or state.pictures is None:
-        return await run(lambda: encode(attach()))
-    attached = await run(attach)
-    await _fetch(attached, urls)
-    return await run(lambda: encode(attached))
+    if state.pictures is None:
+        return await run(lambda: encode(attach(), []))
+    turns = await run(attach)
+    if state.server.image_urls is not None:
+        await _fetch(turns, state.server.image_urls)
+    found = [await _read(one, state, owner) for one in attached_in(turns, state.pictures)]
+    return await run(lambda: encode(turns, found))
+
+
+async def _read(one: Attached, state: ModelState, owner: str) -> Picture:
+    """Decode a picture in a turn of its own, so that it may be cancelled and others come between.
+
+    One that is kept waits for no long work.
+    """
+    assert state.pictures is not None
+    kept = partial(state.pictures.kept, one.data, one.detail)
+    if (picture := await state.texts.run(kept, owner=owner, size=0)) is not None:
+        return picture
+    read = partial(read_picture, one, state.pictures)
+    return await state.texts.run(read, owner=owner, size=SHORT + len(one.data))
 
 
 async def _fetch(turns: Sequence[Turn], urls: ImageUrls) -> None:
     """Put pictures in the place of their addresses."""
     left = PICTURE_BYTES
-    parts = image_parts(turns)
-    if len(parts) > MOST_PICTURES:
-        return  # and are refused for that
-    for part in parts:
+    for part in image_parts(turns):
         one = part["image"]
         if one.url:
             with placed(one):

@@ -119,6 +119,7 @@ def completion_budget(
     *,
     param: str,
     default: int | None = None,
+    picture_rows: int = 0,
 ) -> int:
     """Return an answer's token limit; prompts are never cut.
 
@@ -126,6 +127,7 @@ def completion_budget(
         max_tokens: the client's limit, if any.
         param: field of the prompt.
         default: limit without a client's, as far as the context allows.
+        picture_rows: of the prompt's tokens.
 
     Raises:
         ContextLengthError: the prompt does not fit.
@@ -139,6 +141,7 @@ def completion_budget(
             context_length=context,
             cache_tokens=cache_tokens,
             generates=max_tokens != 0,
+            picture_rows=picture_rows,
         )
     except RequestError as error:
         raise ContextLengthError(error.message, param=param) from None

@@ -491,6 +491,16 @@ def test_streams_and_counts_agree_with_whole_answers(clients: Clients) -> None:
     assert details.image_tokens == wanted.image_tokens
 
 
+def test_a_context_that_pictures_fill_is_said_to_be_so(clients: Clients) -> None:
+    parts = [chat_part(png("coffee.png"))] * 64 + [{"type": "text", "text": "x" * 2000}]
+    status, text = refusal(lambda: clients.chat([{"role": "user", "content": parts}]))
+    assert status == 400
+    assert "context_length_exceeded" in text
+    (rows,) = re.findall(r"has \d+ tokens \((\d+) of them image tokens\)", text)
+    assert int(rows) == 64 * (by_chat(clients, png("coffee.png")).image_tokens or 0)
+    assert "--image-tokens" in text
+
+
 def test_base64_may_have_a_prefix_at_ollama(clients: Clients) -> None:
     data = png("coffee.png")
     body: dict[str, Any] = {"model": "tiny", "stream": False, "prompt": QUESTION}

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import base64
+import threading
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from support.runs.waiting import LIMIT, until
+
+from appliance.errors import ImageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.media.pictures import Pictures
+    from appliance.media.spec import ImageDetail
     from tests.server.conftest import Serve
 
 URL = "data:image/png;base64,AAAA"
@@ -81,3 +91,70 @@ async def test_lists_of_texts_are_texts(serve: Serve) -> None:
         plain = [{"role": "user", "content": "one\none"}]
         same = await running.http.post("/tokenize", json={"model": "echo", "messages": plain})
         assert chat.json()["tokens"] == same.json()["tokens"]
+
+
+class SlowReader:
+    """Keeps one picture, and reads others only when it is told to."""
+
+    def __init__(self) -> None:
+        self.reads: list[bytes] = []
+        self.may_go = threading.Event()
+
+    def kept(self, data: bytes, detail: ImageDetail) -> None:
+        if data == KEPT:
+            raise ImageError("it is kept")  # enough to see that nobody waited
+
+    def read(self, data: bytes, detail: ImageDetail) -> None:
+        self.reads.append(data)
+        assert self.may_go.wait(LIMIT)
+        raise ImageError("it was read")
+
+    def rest(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+KEPT = b"kept"
+
+
+async def test_pictures_are_read_one_by_one_until_their_client_leaves(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(*pictures: bytes) -> list[dict[str, Any]]:
+        urls = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in pictures]
+        return said(*({"type": "image_url", "image_url": {"url": url}} for url in urls))
+
+    async with serve() as running:
+        reader, run = SlowReader(), running.state.texts.run
+        running.state.pictures = cast("Pictures", reader)
+        waiting = 0
+
+        async def counted(work: Callable[[], Any], **more: Any) -> Any:
+            nonlocal waiting
+            waiting += 1
+            try:
+                return await run(work, **more)
+            finally:
+                waiting -= 1
+
+        monkeypatch.setattr(running.state.texts, "run", counted)
+        path = "/v1/chat/completions"
+        several = [bytes((1, number)) for number in range(20)]
+        asking = [
+            asyncio.create_task(running.http.post(path, json={"messages": parts(*several)}))
+            for _ in range(4)
+        ]
+        await until(lambda: len(reader.reads) == 2, "all threads for long work read")
+        answer = await running.http.post(path, json={"messages": parts(KEPT)})
+        assert "it is kept" in answer.text, "it waited for none of them"
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await until(lambda: waiting == 0, "the server has noticed")
+        reader.may_go.set()
+        answer = await running.http.post(path, json={"messages": parts(b"other")})
+        assert "it was read" in answer.text
+        assert reader.reads[2:] == [b"other"], "nothing is read for nobody"
+        running.state.pictures = None
