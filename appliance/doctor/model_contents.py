@@ -99,6 +99,7 @@ def check_weights(scope: Scope) -> Iterator[Finding]:
     source = yield from _settings(path)
     if source is not None:
         is_whole = yield from _tensors(source)
+        source = _served(scope.engine, source)
         yield from _weights(source)
         if is_whole:
             yield from _execution(scope.engine, source)
@@ -239,6 +240,18 @@ def _tensors(source: EncoderSource | ModelSource) -> Generator[Finding, None, bo
         for note in leftover_notes(leftovers(source)):
             yield Finding("note", Grade.OK, note)
     return True
+
+
+def _served(
+    config: EngineConfig, source: EncoderSource | ModelSource
+) -> EncoderSource | ModelSource:
+    """Return a model as a server has it: beside a tower, whose tensors are no leftovers."""
+    from appliance.engine.served_model import beside_own_tower
+    from appliance.model.encoder.source import EncoderSource
+
+    if isinstance(source, EncoderSource) or source.only_reads:
+        return source
+    return beside_own_tower(source, config)
 
 
 def _weights(source: EncoderSource | ModelSource) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ def open_served(config: EngineConfig) -> ModelSource:
         ModelError: as `open_model`.
     """
     source = with_state_format(open_model(Path(config.model), in_torch=False), config)
-    source = _beside_tower(source, config)
+    source = beside_own_tower(source, config)
     if config.weight_bits is None and config.end_bits is None:
         return source
     from appliance.model.narrowed import narrowed
@@ -79,7 +79,7 @@ def open_served(config: EngineConfig) -> ModelSource:
     return found
 
 
-def _beside_tower(source: ModelSource, config: EngineConfig) -> ModelSource:
+def beside_own_tower(source: ModelSource, config: EngineConfig) -> ModelSource:
     """Give a model that reads pictures the positions that its tower's family gives their rows."""
     if not config.images:
         return source

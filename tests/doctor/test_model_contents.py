@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -77,6 +79,22 @@ def test_pictures_of_a_gguf_model_and_what_is_missing_for_them(
     words = found(report(path), Grade.WARN)
     assert "pictures: pictures are not read" in words
     assert "no projector file is beside model.gguf" in words
+
+
+def test_tensors_of_a_tower_are_left_out_only_where_pictures_are(tmp_path: Path) -> None:
+    with_tower(TOWER_CASES["qwen3_vl"]).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16})
+    )
+    scope = scope_of(model=str(tmp_path))
+    words = found([*check_weights(scope)], Grade.OK)
+    assert "pictures: read; " in words
+    assert "left out" not in words
+    texts = replace(scope, engine=msgspec.structs.replace(scope.engine, images=False))
+    count = sum(".visual." in name for name in load_file(tmp_path / "model.safetensors"))
+    words = found([*check_weights(texts)], Grade.OK)
+    assert "pictures: " not in words
+    assert f"note: text only: {count} tensors of other parts" in words
 
 
 def test_settings_that_are_assumed_or_without_effect(folder: Path, report: Report) -> None:
