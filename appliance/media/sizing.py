@@ -30,17 +30,22 @@ class TokenRange(NamedTuple):
         """Read LEAST:MOST; either may be left out, and all of it.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: it is something else, or LEAST exceeds MOST.
         """
         least, _, most = text.strip().partition(":")
         try:
             found = cls(int(least or 1), int(most) if most else None)
         except ValueError:
             found = cls(0)
-        if found.least < 1 or (found.most is not None and found.most < found.least):
+        if found.least < 1 or (found.most is not None and found.most < 1):
             raise ConfigError(
                 f"image_tokens is {text!r}, but must be LEAST:MOST, two numbers of which one may be"
                 " left out, such as 64:1024 or :256"
+            )
+        if found.most is not None and found.least > found.most:
+            raise ConfigError(
+                f"image_tokens is {text!r}, but LEAST must not exceed MOST in LEAST:MOST, as in"
+                " 64:1024"
             )
         return found
 
@@ -113,9 +118,10 @@ class AreaRule(msgspec.Struct, frozen=True, tag=True):
         Raises:
             ImageError: one side is more than 200 times the other.
         """
+        own = height, width
         height, width = self._enlarged(height, width)
         if self.small is not Small.CELL and max(height, width) > MAX_RATIO * min(height, width):
-            raise _too_long(height, width)
+            raise _too_long(*own)
         rounded = self._rounded(height), self._rounded(width)
         area = self.frames * rounded[0] * rounded[1]
         if area > self.max_pixels:
