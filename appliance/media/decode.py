@@ -28,6 +28,7 @@ _FOREIGN = (
     (4, b"ftyphei", "HEIC"),
     (4, b"ftyphev", "HEIC"),
     (4, b"ftypmif1", "HEIF"),
+    (4, b"ftypmsf1", "HEIF"),
     (0, b"%PDF", "PDF"),
     (0, b"<svg", "SVG"),
     (0, b"<?xml", "SVG or another XML"),
@@ -36,6 +37,7 @@ _FOREIGN = (
     (4, b"jP  ", "JPEG 2000"),
     (0, b"8BPS", "Photoshop"),
 )
+_BEGINNING = 16  # bytes by which Pillow's parsers know their formats
 _WHITE = (255, 255, 255, 255)
 
 
@@ -59,7 +61,7 @@ def decode(data: bytes) -> Image.Image:
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise ImageError(f"{_unknown(data)}; send one of {', '.join(FORMATS)}") from error
+        raise ImageError(_unread(data)) from error
     except MemoryError:
         raise
     except Exception as error:
@@ -119,11 +121,22 @@ def _upper_bytes(picture: Image.Image) -> Image.Image:
     return Image.frombytes("L", picture.size, data[upper::2])
 
 
-def _unknown(data: bytes) -> str:
+def _unread(data: bytes) -> str:
+    """Say what bytes are that no parser takes."""
+    known = f"send one of {', '.join(FORMATS)}"
+    if not data:
+        return f"the image is empty; {known}"
     for place, mark, name in _FOREIGN:
-        if data[place : place + len(mark)] == mark:
-            return f"the image is {name}"
-    return "these bytes are no image that is known here"
+        if data.startswith(mark, place):
+            return f"the image is {name}; {known}"
+    for name in FORMATS:
+        _, accepts = Image.OPEN[name]
+        if accepts is not None and accepts(data[:_BEGINNING]):
+            return (
+                f"the image is {name} of a kind that is not read here, or damaged; send it again,"
+                " or in another format"
+            )
+    return f"these bytes are no image that is known here; {known}"
 
 
 def _damaged(error: Exception) -> ImageError:

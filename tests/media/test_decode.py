@@ -75,7 +75,7 @@ def test_real_files_are_what_transformers_makes_of_them(photographs: Path) -> No
     for path in files:
         data = path.read_bytes()
         if path.name == "multipage_rgb.tif":  # of a kind that Pillow does not know
-            with pytest.raises(ImageError):
+            with pytest.raises(ImageError, match="is TIFF of a kind that is not read here"):
                 decode.decode(data)
             continue
         opened = Image.open(io.BytesIO(data))
@@ -220,9 +220,11 @@ def test_what_is_damaged_gives_a_picture_or_our_error(kind: str, photographs: Pa
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no image"),
+        (b"", "is empty; send one of PNG, JPEG"),
         (b"hello, this is text", "no image"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "is HEIC; send one of PNG, JPEG"),
+        (b"\0\0\0\x18ftypmsf1\0\0\0\0", "is HEIF"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(20), "is PNG of a kind that is not read here, or damaged"),
         (b"%PDF-1.7\n", "is PDF"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is SVG"),
         (b"P6 2 2 255\n" + bytes(12), "no image"),
@@ -233,6 +235,15 @@ def test_what_is_no_picture_of_ours_is_named(data: bytes, words: str) -> None:
         decode.decode(data)
     assert caught.value.code == "invalid_image"
     assert caught.value.status == 400
+
+
+def test_a_kind_that_is_not_read_is_named_with_its_format() -> None:
+    """Such as the unfinished picture of a camera (TIFF's PhotometricInterpretation 32803)."""
+    data = file_of(Image.new("RGB", (4, 4)), "TIFF")
+    colours, mosaic = (struct.pack("<HHIHH", 262, 3, 1, value, 0) for value in (2, 32803))
+    assert colours in data
+    with pytest.raises(ImageError, match="is TIFF of a kind that is not read here, or damaged"):
+        decode.decode(data.replace(colours, mosaic))
 
 
 def test_rare_parsers_stay_closed(photographs: Path) -> None:
