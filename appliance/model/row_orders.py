@@ -24,7 +24,7 @@ def heads_in_order(
         parts: one for each linear, or all their rows as one.
     """
     if len(parts) == 1:
-        orders = [_joined_rows(spec, names, parts[0].weight.shape[0])]
+        orders = [joined_rows(spec, names, parts[0].weight.shape[0])]
     else:
         orders = [head_rows(spec, names, part) for part in range(len(parts))]
     weighted = spec.qk_norm is not None and spec.qk_norm.weight
@@ -60,13 +60,11 @@ def head_rows(spec: AttentionSpec, names: TensorNames, part: int) -> NDArray[np.
     if not names.rotated_pairs or not spec.rope.rotary_dim or part > 1:
         return None
     if len(names.qkv) == 1:
-        return _joined_rows(spec, names, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        return joined_rows(spec, names, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
     return rotated_rows(spec, spec.num_heads if part == 0 else spec.num_kv_heads)
 
 
-def _joined_rows(
-    spec: AttentionSpec, names: TensorNames, num_rows: int
-) -> NDArray[np.int64] | None:
+def joined_rows(spec: AttentionSpec, names: TensorNames, num_rows: int) -> NDArray[np.int64] | None:
     """Return the order of the linears `names.qkv` seen as one, as `head_rows` does.
 
     Args:

@@ -28,7 +28,7 @@ from appliance.quant.formats.scheme import Fp4Scheme, Fp8Scheme, TrellisScheme, 
 from appliance.quant.methods import gptq, trellis
 from appliance.quant.methods.awq import scale_inputs
 from appliance.quant.walk.pieces import WeightPieces
-from appliance.quant.walk.places import is_plain, linear_in, linear_of, stage_of
+from appliance.quant.walk.places import is_plain, linear_in, linear_of, row_places, stage_of
 from appliance.wording import counted
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _quantize_layer(
 ) -> QuantizedLayer:
     """Quantize one layer; nothing but the result outlives the call."""
     block = walk.block(index)
-    parts = _parts(source, index)
+    parts, places = _parts(source, index), row_places(source, index)
     chosen = [[schemes[name] for name, _ in rows] for rows in parts]
     scales: list[Tensor | None] = [None] * len(chosen)
     if method.scales_inputs:
@@ -114,15 +114,15 @@ def _quantize_layer(
         offset = source.spec.layers[index].norm.offset
         firsts = [_grouped(some[0]) for some in chosen]
         folded = scale_inputs(block, moments, firsts, dtype, offset)
-        places = [place for place, scheme in enumerate(firsts) if scheme is not None]
-        for place, found in zip(places, folded, strict=True):
-            scales[place] = found.scales
+        scaled = [number for number, scheme in enumerate(firsts) if scheme is not None]
+        for number, found in zip(scaled, folded, strict=True):
+            scales[number] = found.scales
         del moments
-    for name, tensor in _norms_and_biases(source, index, block, parts).items():
+    for name, tensor in _norms_and_biases(source, index, block, parts, places).items():
         keep(name, tensor)
     losses: dict[str, float] = {}
     notes: list[str] = []
-    for linear, rows, some in zip(block.linears(), parts, chosen, strict=True):
+    for linear, rows, some, place in zip(block.linears(), parts, chosen, places, strict=True):
         hessian = None
         if any(scheme is not None for scheme in some):
             (seen,) = walk.observe(block, [linear])
@@ -137,13 +137,14 @@ def _quantize_layer(
         for alike, scheme in _alike(rows, some):
             where = slice(alike[0][1].start, alike[-1][1].stop)
             whole: Tensor | PackedWeight | Fp4Weight | GgmlWeight | TrellisWeight
-            whole = linear.weight[where]
+            held = where if place is None else place[where]
+            whole = linear.weight[held]
             if scheme is not None:
                 assert hessian is not None, "a scheme at least"
                 name = _joined(alike)
                 of_outputs = matters.get(name)
                 whole, losses[name] = _quantize(
-                    linear, where, hessian, scheme, method, dtype, name, of_outputs
+                    linear, held, hessian, scheme, method, dtype, name, of_outputs
                 )
             if isinstance(whole, TrellisWeight):
                 keep(alike[0][0], whole)
@@ -177,7 +178,7 @@ def _alike(
 
 def _quantize(
     linear: ObservedLinear,
-    where: slice,
+    where: slice | Tensor,
     hessian: Tensor,
     scheme: LinearScheme,
     method: Method,
@@ -236,7 +237,11 @@ def _grouped(scheme: LinearScheme | None) -> GroupedScheme | None:
 
 
 def _norms_and_biases(
-    source: ModelSource, index: int, block: TransformerBlock, parts: list[list[tuple[str, slice]]]
+    source: ModelSource,
+    index: int,
+    block: TransformerBlock,
+    parts: list[list[tuple[str, slice]]],
+    places: list[Tensor | None],
 ) -> dict[str, Tensor]:
     """Return a layer's tensors besides linear weights, as stored, with folded scales."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
@@ -250,10 +255,11 @@ def _norms_and_biases(
         (names.mlp_norm, block.mlp_norm),
     ):
         tensors[f"{names.in_layer(index, part)}.weight"] = norm.weight - offset
-    for linear, rows in zip(block.linears(), parts, strict=True):
+    for linear, rows, place in zip(block.linears(), parts, places, strict=True):
         if linear.bias is not None:
+            bias = linear.bias if place is None else linear.bias[place]
             for name, where in rows:
-                tensors[f"{name.removesuffix('.weight')}.bias"] = linear.bias[where]
+                tensors[f"{name.removesuffix('.weight')}.bias"] = bias[where]
     return tensors
 
 

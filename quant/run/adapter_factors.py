@@ -13,6 +13,7 @@ import torch
 
 from appliance.model.adapters.reader import FACTORS_NAME, INPUTS, OUTPUTS
 from appliance.model_files.checkpoint import write_safetensors
+from appliance.quant.walk.places import row_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -75,19 +76,29 @@ def _of_scales(
         # Query heads share a value head and thus its scale.
         heads = of_heads.view(attention.num_kv_heads, -1, attention.head_dim)
         values = heads[:, 0].reshape(-1)
-        found |= _last_rows(source, stored[0], values)
+        found |= _last_rows(source, stored[0], values, row_places(source, index)[0])
     if of_middle is not None:
-        found |= _last_rows(source, stored[2], of_middle)
+        found |= _last_rows(source, stored[2], of_middle, None)
     return found
 
 
-def _last_rows(source: ModelSource, names: Sequence[str], divisors: Tensor) -> dict[str, Tensor]:
-    """Return the output factors of linears, seen as one, whose last rows are divided."""
-    name = names[-1]
-    rows = source.weights.shape(name)[0]
-    outputs = torch.ones(rows)
-    outputs[rows - len(divisors) :] = divisors
-    return {_module(name) + OUTPUTS: outputs}
+def _last_rows(
+    source: ModelSource, names: Sequence[str], divisors: Tensor, places: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the output factors of linears, seen as one, whose last rows are divided.
+
+    Args:
+        places: see `row_places`.
+    """
+    sizes = [source.weights.shape(name)[0] for name in names]
+    outputs = torch.ones(sum(sizes))
+    outputs[len(outputs) - len(divisors) :] = divisors
+    own = _stored(outputs, places).split(sizes)[-1]
+    return {_module(names[-1]) + OUTPUTS: own}
+
+
+def _stored(outputs: Tensor, places: Tensor | None) -> Tensor:
+    return outputs if places is None else outputs[places]
 
 
 def _of_keys(source: ModelSource, index: int, factors: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -95,6 +106,7 @@ def _of_keys(source: ModelSource, index: int, factors: Tensor) -> Iterable[tuple
     attention = source.spec.attention_layers[index]
     queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
     every = torch.cat((1 / queries, factors, torch.ones_like(factors))).flatten()
+    every = _stored(every, row_places(source, index)[0])
     start = 0
     for name in source.family.names.linears(index)[0]:
         rows = source.weights.shape(name)[0]

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from appliance.errors import QuantizeError
 from appliance.model.attention import Attention, LatentAttention
 from appliance.model.experts import Experts
 from appliance.model.layers import ActivatedLinear, GatedLinear
+from appliance.model.row_orders import joined_rows
 from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import Role
 from appliance.quant.walk.block import ObservedLinear
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from appliance.model.layers import MLP, DecoderLayer
     from appliance.model.names import TensorNames
     from appliance.model.source import ModelSource
@@ -34,6 +39,19 @@ def is_plain(layer: LayerSpec) -> bool:
     gated = mixer.output_gate or mixer.head_gates
     changed = gated or mixer.value_norm is not None or mixer.keys_are_values
     return not (changed or layer.norm.centered or layer.parallel)
+
+
+def row_places(source: ModelSource, index: int) -> list[Tensor | None]:
+    """Return where a plain layer's four linears have each stored row; None where it is stored.
+
+    Returns:
+        One (out_features,) int64 for each of `names.linears`, whose rows are stored in turn.
+    """
+    mixer = source.spec.layers[index].mixer
+    assert isinstance(mixer, AttentionSpec), "of plain layers"
+    num_rows = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+    order = joined_rows(mixer, source.family.names, num_rows)
+    return [None if order is None else torch.from_numpy(order.argsort()), None, None, None]
 
 
 def stage_of(slot: TensorSlot, names: TensorNames) -> int:

@@ -18,7 +18,7 @@ from appliance.kernels.backend import select_backend
 from appliance.model_files.checkpoint import write_safetensors
 from appliance.quant.walk.block import observing
 from appliance.quant.walk.pieces import pieces_of
-from appliance.quant.walk.places import is_plain
+from appliance.quant.walk.places import is_plain, row_places
 from appliance.quant.walk.row_layers import RowLayers
 from appliance.quant.walk.stream import ResidualStream, stream_bytes
 
@@ -107,10 +107,12 @@ class Slopes:
                 linear.slopes = torch.zeros(linear.out_features, device=self._device)
             self._back(index, block)
             stored = self._source.family.names.linears(index)
-            for linear, names in zip(block.linears(), stored, strict=True):
+            places = row_places(self._source, index)
+            for linear, names, place in zip(block.linears(), stored, places, strict=True):
                 assert linear.slopes is not None
                 sizes = [self._source.weights.shape(name)[0] for name in names]
-                parts = (linear.slopes / self._rows.numel()).cpu().split(sizes)
+                slopes = (linear.slopes / self._rows.numel()).cpu()
+                parts = (slopes if place is None else slopes[place]).split(sizes)
                 found |= dict(zip(names, parts, strict=True))
         shutil.rmtree(self._folder)
         return found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.model_families import write_family
 from transformers import AutoModelForCausalLM
 
 from appliance.model.source import open_model
@@ -46,7 +47,15 @@ def expected_squares(folder: Path) -> dict[str, torch.Tensor]:
 def test_squares_are_those_of_torch(
     make_llama: Callable[..., Path], tmp_path: Path, *, tied: bool
 ) -> None:
-    folder = make_llama("base", tie_word_embeddings=tied)
+    check_squares(make_llama("base", tie_word_embeddings=tied), tmp_path)
+
+
+def test_squares_are_of_stored_rows(tmp_path: Path) -> None:
+    """Heads that rotate by neighbours are computed in another order of rows."""
+    check_squares(write_family("ernie4_5", tmp_path / "base"), tmp_path)
+
+
+def check_squares(folder: Path, tmp_path: Path) -> None:
     rows = ROW.expand(600, -1).contiguous()  # tokens are drawn anew in each
     found = Slopes(open_model(folder), rows, tmp_path / "slopes", CPU).mean_squares()
     expected = expected_squares(folder)

@@ -24,11 +24,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},  # norms of heads
     "gemma3_text": {"query_pre_attn_scalar": 16},  # norms about 1 and after each part
     "phi3": {"pad_token_id": 0},  # fused weights
+    "glm4": {"pad_token_id": 0, "attention_bias": True},  # half a head rotates, by neighbours
+    "ernie4_5": {"pad_token_id": 0, "use_bias": True},  # heads rotate by neighbours
 }
 
 
-def write_family(family: str, folder: Path) -> Path:
-    """Write a random model of 60 tokens, float32, with two layers and norms that are not 1."""
+def random_family(family: str) -> Any:
+    """A random model of 60 tokens, float32, with two layers and norms that are not 1."""
     config: Any = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -38,5 +40,10 @@ def write_family(family: str, folder: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.mul_(8)
-    model.save_pretrained(folder)
+    return model
+
+
+def write_family(family: str, folder: Path) -> Path:
+    """Write a family's random model."""
+    random_family(family).save_pretrained(folder)
     return folder
