@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.models.lora import write_adapter
 from support.models.makers_models import save_as_maker
 from support.models.model_families import FAMILIES, random_family, write_family
 from support.models.teacher_forcing import logits_of
 
+from appliance.kernels.arrays import in_torch
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.weights.packed import PackedWeight
-from appliance.model.adapters.reader import FACTORS_NAME, read_adapter
+from appliance.model.adapters.reader import FACTORS_NAME, INPUTS, OUTPUTS, read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
@@ -58,6 +60,15 @@ def test_a_calibrated_model_answers_as_before(
     assert divergence(exact, found) < 0.02
     assert divergence(exact, adapted) > 0.1, "an adapter that says something"
     assert divergence(adapted, found_adapted) < 0.02, "though scales were folded into the model"
+    factors = load_file(report.out / FACTORS_NAME) if method is Method.AWQ else {}
     for slot in before.slots():
         stored = after.weights.load(slot.name)
         assert isinstance(stored, PackedWeight) == slot.is_linear, slot.name
+        module = slot.name.removesuffix(".weight")
+        if module + INPUTS in factors:
+            # The factors of inputs and outputs undo what was folded into a weight's row and column.
+            assert isinstance(stored, PackedWeight)
+            outputs = factors.get(module + OUTPUTS, torch.ones(stored.shape[0]))
+            undone = stored.dequantize() * outputs[:, None] / factors[module + INPUTS]
+            first = in_torch(before.weights.load(slot.name)).float()
+            assert float((undone - first).norm() / first.norm()) < 0.02, slot.name
