@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.runs import sweeps
 
+from appliance.kernels.gpu.cards import has_driver
 from appliance.runtime import limit_spinning
 
 # Tests start scripts in tests/support, which import the modules beside them.
@@ -161,6 +162,12 @@ def _threads_are_given_back() -> Iterator[None]:
     yield
     if torch:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_driver_is_this_machines() -> None:
+    """Look for NVIDIA's driver once: later, a process finds the stand-in that a test has loaded."""
+    has_driver()
 
 
 @pytest.fixture(scope="session", autouse=True)
