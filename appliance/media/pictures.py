@@ -113,18 +113,21 @@ class Pictures:
                 f"the image has {len(data)} bytes, and at most {MAX_BYTES >> 20} MiB are taken; "
                 "send a smaller one"
             )
-        if (kept := self.kept(data, detail)) is not None:
+        key = _key_of(data, detail)
+        if (kept := self._find(key)) is not None:
             return kept
         picture = self._decode(data, spec)
         with self._lock:
-            self._kept[_key_of(data, detail)] = picture
+            self._kept[key] = picture
             while sum(one.num_bytes for one in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
         return picture
 
     def kept(self, data: bytes, detail: ImageDetail = ImageDetail.AUTO) -> Picture | None:
         """Return a picture if it was read lately."""
-        key = _key_of(data, detail)
+        return self._find(_key_of(data, detail))
+
+    def _find(self, key: bytes) -> Picture | None:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
