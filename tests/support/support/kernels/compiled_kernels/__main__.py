@@ -1,5 +1,8 @@
 """Compile kernels and write a table of what they became, or compare that with the table.
 
+Of the rows whose sources changed, only those are compiled whose kernels are lowered to something
+else than before.
+
     PYTHONPATH=tests/support .venv/bin/python -m support.kernels.compiled_kernels TABLE.json
 
 The table's name says of which kind it is, resources or orders (table.py).
@@ -23,6 +26,7 @@ import triton
 from support.kernels.compiled_kernels.assemble import assemble_kernel
 from support.kernels.compiled_kernels.compile import compile_kernel
 from support.kernels.compiled_kernels.digest import digest
+from support.kernels.compiled_kernels.lower import ir_digest
 from support.kernels.compiled_kernels.signature import KernelSignature
 from support.kernels.compiled_kernels.table import (
     ORDERS,
@@ -59,22 +63,43 @@ def compile_rows(kind: Kind, keys: list[Key]) -> Table:
             results = list(workers.map(compiling, wanted, capabilities, chunksize=4))
     return {
         key: {
-            "digest": digest(every[key], key[1], triton.__version__, kind.readers),
+            **digests(every[key], key[1], kind),
             **json.loads(json.dumps(found, default=asdict)),  # lists for tuples, as JSON gives them
         }
         for key, found in zip(keys, results, strict=True)
     }
 
 
+def digests(signature: KernelSignature, capability: int, kind: Kind) -> dict[str, str]:
+    return {
+        "digest": digest(signature, capability, triton.__version__, kind.readers),
+        "ir": ir_digest(signature, capability, kind.readers),
+    }
+
+
+def renewed(table: Table, keys: list[Key], kind: Kind) -> Table:
+    """Return those of these rows whose kernels are lowered to what they were, with new digests."""
+    every = kind.signatures()
+    found = {key: digests(every[key], key[1], kind) for key in keys if key in table}
+    return {
+        key: {**table[key], **now}
+        for key, now in found.items()
+        if table[key].get("ir") == now["ir"]
+    }
+
+
 def update(path: Path, *, accept: bool) -> int:
-    """Compile stale rows and write the table; without `accept`, keep rows that got far dearer."""
+    """Renew or compile stale rows; without `accept`, keep rows that got far dearer."""
     table, kind = load(path), kind_of(path)
-    wanted = stale(table, triton.__version__, kind)
+    old = stale(table, triton.__version__, kind)
+    same = renewed(table, old, kind)
+    table |= same
+    wanted = [key for key in old if key not in same]
     compiled = compile_rows(kind, wanted)
     refused = {
         key: ways
         for key, row in compiled.items()
-        if kind is RESOURCES
+        if kind.name == RESOURCES.name
         and not accept
         and key in table
         and (ways := list(dearer(row, table[key])))
@@ -82,7 +107,7 @@ def update(path: Path, *, accept: bool) -> int:
     now = {**table, **{key: row for key, row in compiled.items() if key not in refused}}
     every = kind.signatures()
     save(path, {key: now[key] for key in every if key in now}, triton.__version__)
-    print(f"{path.name}: {len(wanted)} of {len(every)} rows compiled")
+    print(f"{path.name}: {len(wanted)} of {len(every)} rows compiled, {len(same)} only renewed")
     for (name, capability), ways in refused.items():
         print(f"  {name}, {capability}: {', '.join(ways)}")
     if refused:

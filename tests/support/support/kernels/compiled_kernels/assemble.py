@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.kernels.compiled_kernels.compile import WARP_SIZE, compile_kernel
+from support.kernels.compiled_kernels.compile import compile_kernel
 from support.kernels.compiled_kernels.listing import read
+from support.kernels.compiled_kernels.lower import target_of
 from support.kernels.compiled_kernels.order import (
     WAIT,
     overwritten_operands,
@@ -18,7 +19,6 @@ from support.kernels.compiled_kernels.order import (
     too_early,
 )
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas, ptx_get_version
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def assemble_kernel(signature: KernelSignature, capability: int) -> dict[str, Ma
         compile_kernel(signature, capability)
     by_ending = {Path(name).suffix: Path(path) for name, path in files.items()}
     ptx = by_ending[".ptx"].read_text()
-    backend = CUDABackend(GPUTarget("cuda", capability, WARP_SIZE))
+    backend = CUDABackend(target_of(capability))
     options = backend.parse_options({"enable_fp_fusion": signature.fuses})
     version = _VERSION.search(ptx)
     assert version, signature.name

@@ -5,7 +5,6 @@ The disassemblers are those of the triton wheel.
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import tempfile
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from support.kernels.compiled_kernels.lower import options_of, source_of, target_of
 
 if TYPE_CHECKING:
     from support.kernels.compiled_kernels.signature import KernelSignature
 
-WARP_SIZE = 32
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Opcodes in SASS, the machine code.
 _INSTRUCTION = re.compile(
@@ -57,34 +54,9 @@ class Resources:
 
 def compile_kernel(signature: KernelSignature, capability: int) -> Resources:
     """Compile a kernel for one compute capability (86 is 8.6) and disassemble it."""
-    function = getattr(importlib.import_module(signature.module), signature.function)
-    names = function.arg_names
-    unknown = set(names) ^ (signature.types.keys() | signature.constexprs.keys())
-    assert not unknown, f"{signature.name}: {sorted(unknown)} stand on one side only"
-    source = ASTSource(
-        function,
-        signature={name: signature.types.get(name, "constexpr") for name in names},
-        constexprs={
-            (i,): signature.constexprs[name]
-            for i, name in enumerate(names)
-            if name in signature.constexprs
-        },
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name in signature.multiples_of_16
-            or (signature.aligned and signature.types.get(name, "").startswith("*"))
-        },
+    compiled = triton.compile(
+        source_of(signature), target=target_of(capability), options=options_of(signature)
     )
-    options: dict[str, int] = {
-        "num_warps": signature.num_warps,
-        "num_stages": signature.num_stages,
-        "enable_fp_fusion": signature.fuses,
-    }
-    if signature.max_registers is not None:
-        options["maxnreg"] = signature.max_registers
-    target = GPUTarget("cuda", capability, WARP_SIZE)
-    compiled = triton.compile(source, target=target, options=options)
     return _read(compiled.asm["cubin"], compiled.metadata.shared, signature.loop_elements)
 
 

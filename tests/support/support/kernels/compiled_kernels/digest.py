@@ -2,9 +2,9 @@
 
 It holds the text of the kernel and of every function it calls, without comments and docstrings; the
 values of the constants they read; how the kernel is specialized, for which architecture and by
-which triton; and the text of the module that reads the machine code. Its version stands for
-triton's own functions. A value that it cannot classify raises, so that nothing is left out
-silently.
+which triton; and the text of the modules that lower the kernel and that read the machine code.
+Triton's version stands for its own functions. A value that it cannot classify raises, so that
+nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def digest(
         "capability": capability,
         "triton": triton,
         "sources": list(sources(kernel).values()),
-        "reader": "\n".join(map(reader_digest, readers)),
+        "readers": [reader_digest(reader) for reader in ("lower", *readers)],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 

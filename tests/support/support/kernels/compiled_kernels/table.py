@@ -2,8 +2,9 @@
 
 One holds the resources of every kernel, one the order of machine code where that matters, by every
 assembler. A row holds the digest of everything that it depends on. While that is unchanged,
-compiling again would give the same row, so only other rows are compiled, and a sample to check
-this.
+compiling again would give the same row. It also holds that of what its kernel is lowered to: while
+this is unchanged, only the first is written anew. All other rows are compiled, and a sample to
+check this.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from support.kernels.compiled_kernels.signatures import packed_matmul, signature
 from appliance.kernels.gpu.target import LEAST_DEPENDENT
 
 Key = tuple[str, int]  # a signature's name, a compute capability
-Row = dict[str, Any]  # "digest", and the fields of compile.Resources
+Row = dict[str, Any]  # DIGESTS, and the fields of compile.Resources
 Table = dict[Key, Row]
 
+DIGESTS = "digest", "ir"  # of what a row depends on, and of what its kernel is lowered to
 WARPGROUPS = 90  # the compute capability whose products are asynchronous and read registers
 # By how much a row may exceed an older one without being accepted by hand.
 MOST_MORE = 0.1
