@@ -113,7 +113,7 @@ static inline const uint8_t *tile_codes(const ap_linear *w, int32_t tile) {
     return (const uint8_t *)w->codes + tile * tile_bytes(w);
 }
 
-/* store 32 codes, a byte each, of output j in a zeroed piece of a tile of planes; see ap_linear */
+/* store 32 codes, a byte each, of output j in a piece of a tile of planes; see ap_linear */
 void put_piece(const uint8_t *codes, int32_t j, int32_t bits, uint8_t *out);
 
 /* true if a weight with scales in records is one of the GGML types */

@@ -14,6 +14,14 @@ typedef struct {
     int32_t source_group;
 } packing;
 
+/* the nibbles of two bytes, each in a byte, the lower of a byte first */
+static inline uint32_t bytes_of_nibbles(const uint8_t *two) {
+    uint8_t bytes[4] = {two[0] & 15, two[0] >> 4, two[1] & 15, two[1] >> 4};
+    uint32_t word;
+    memcpy(&word, bytes, 4);
+    return word;
+}
+
 static void pack_codes(const packing *p, int32_t tile) {
     const ap_linear *w = p->w;
     int32_t width = w->in_features, count = outputs_of(w, tile);
@@ -21,7 +29,7 @@ static void pack_codes(const packing *p, int32_t tile) {
     int64_t row_bytes = (int64_t)width * (bits < 4 ? 4 : bits) / 8;
     const uint8_t *source = p->codes + (int64_t)tile * AP_LANES * row_bytes;
     uint8_t *out = (uint8_t *)w->codes + tile * tile_bytes(w);
-    if (count < AP_LANES || bits < 4) memset(out, 0, (size_t)tile_bytes(w));
+    if (count < AP_LANES) memset(out, 0, (size_t)tile_bytes(w));
     if (bits < 4) {
         for (int32_t k = 0; k < row_bytes; k += 16, out += bits * 64)
             for (int32_t j = 0; j < count; j++) {
@@ -36,18 +44,19 @@ static void pack_codes(const packing *p, int32_t tile) {
         for (int32_t k = 0; k < row_bytes; k += 4, out += 64)
             for (int32_t j = 0; j < count; j++) {
                 const uint8_t *eight = source + j * row_bytes + k; /* inputs in pairs */
-                out[4 * j] = (uint8_t)((eight[0] & 15) | eight[2] << 4);
-                out[4 * j + 1] = (uint8_t)(eight[0] >> 4 | (eight[2] & 0xf0));
-                out[4 * j + 2] = (uint8_t)((eight[1] & 15) | eight[3] << 4);
-                out[4 * j + 3] = (uint8_t)(eight[1] >> 4 | (eight[3] & 0xf0));
+                uint32_t word = bytes_of_nibbles(eight) | bytes_of_nibbles(eight + 2) << 4;
+                memcpy(out + 4 * j, &word, 4);
             }
         return;
     }
-    /* 8 bits: four inputs at a time; floats: one */
-    int32_t piece = bits == 8 ? 4 : bits / 8;
-    for (int64_t k = 0; k < row_bytes; k += piece, out += AP_LANES * piece)
-        for (int32_t j = 0; j < count; j++)
-            memcpy(out + j * piece, source + j * row_bytes + k, (size_t)piece);
+    if (bits == 16) {
+        for (int64_t k = 0; k < row_bytes; k += 2, out += AP_LANES * 2)
+            for (int32_t j = 0; j < count; j++) memcpy(out + j * 2, source + j * row_bytes + k, 2);
+        return;
+    }
+    /* 8 bits: four inputs at a time; 32: one */
+    for (int64_t k = 0; k < row_bytes; k += 4, out += AP_LANES * 4)
+        for (int32_t j = 0; j < count; j++) memcpy(out + j * 4, source + j * row_bytes + k, 4);
 }
 
 static float source_scale(const void *scales, int64_t index, int32_t format) {
@@ -59,13 +68,18 @@ static float source_scale(const void *scales, int64_t index, int32_t format) {
 static void pack_scales(const packing *p, int32_t tile, const void *source, const void *scales) {
     const ap_linear *w = p->w;
     int32_t count = outputs_of(w, tile), source_groups = w->in_features / p->source_group;
+    bool same = w->scale_format == AP_F16 && p->source_format == AP_F16;
     int64_t at = tile * tile_scales(w);
-    for (int32_t g = 0; g < num_groups(w); g++)
-        for (int32_t j = 0; j < AP_LANES; j++, at++) {
-            int64_t output = (int64_t)tile * AP_LANES + j;
-            int64_t index = output * source_groups + (int64_t)g * w->group / p->source_group;
+    for (int32_t g = 0; g < num_groups(w); g++) {
+        int64_t index = (int64_t)g * w->group / p->source_group;
+        index += (int64_t)tile * AP_LANES * source_groups;
+        for (int32_t j = 0; j < AP_LANES; j++, at++, index += source_groups) {
             if (w->scale_format == AP_E8M0) {
                 ((uint8_t *)scales)[at] = j < count ? ((const uint8_t *)source)[index] : 0;
+                continue;
+            }
+            if (same) {
+                ((uint16_t *)scales)[at] = j < count ? ((const uint16_t *)source)[index] : 0;
                 continue;
             }
             float value = j < count ? source_scale(source, index, p->source_format) : 0.0f;
@@ -74,6 +88,7 @@ static void pack_scales(const packing *p, int32_t tile, const void *source, cons
             else
                 ((uint16_t *)scales)[at] = float_to_half(value);
         }
+    }
 }
 
 static void pack_tile(void *context, int32_t tile, int32_t worker) {

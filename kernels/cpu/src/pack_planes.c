@@ -49,21 +49,24 @@ static const ggml_type *find_type(int32_t type) {
 
 /* runs of `run` bytes: the lower nibbles of a run, then its upper ones */
 static void nibbles(const uint8_t *from, int32_t run, int32_t count, uint8_t *codes) {
-    for (int32_t i = 0; i < count; i++) {
-        int32_t byte = i / (2 * run) * run + i % run;
-        codes[i] = i % (2 * run) < run ? from[byte] & 15 : from[byte] >> 4;
-    }
+    for (; count > 0; from += run, codes += 2 * run, count -= 2 * run)
+        for (int32_t i = 0; i < run; i++) {
+            codes[i] = from[i] & 15;
+            codes[run + i] = from[i] >> 4;
+        }
 }
 
 /* four runs of 32 in the pairs of bits of 32 bytes, moved to bit `to` */
 static void add_pairs(const uint8_t *from, int to, uint8_t *codes) {
-    for (int32_t i = 0; i < SUPERBLOCK; i++)
-        codes[i] |= (from[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << to;
+    for (int32_t half = 0; half < 2; half++, from += 32)
+        for (int pair = 0; pair < 4; pair++, codes += 32)
+            for (int32_t i = 0; i < 32; i++) codes[i] |= (from[i] >> 2 * pair & 3) << to;
 }
 
 /* eight runs of 32 in the bits of 32 bytes, moved to bit `to` */
 static void add_bits(const uint8_t *from, int to, uint8_t *codes) {
-    for (int32_t i = 0; i < SUPERBLOCK; i++) codes[i] |= (from[i % 32] >> i / 32 & 1) << to;
+    for (int bit = 0; bit < 8; bit++, codes += 32)
+        for (int32_t i = 0; i < 32; i++) codes[i] |= (from[i] >> bit & 1) << to;
 }
 
 static void codes_of(const ggml_type *t, const uint8_t *block, uint8_t *codes) {
@@ -107,23 +110,43 @@ static void codes_of(const ggml_type *t, const uint8_t *block, uint8_t *codes) {
 
 /* ---- tiles ---- */
 
+/* bits of four bytes at a time, from bit `low` on: `mask` in each byte */
+static inline uint32_t four_of(const uint8_t *codes, int32_t low, uint32_t mask) {
+    uint32_t four;
+    memcpy(&four, codes, 4);
+    return four >> low & mask;
+}
+
+static inline uint8_t *put_word(uint8_t *out, uint32_t word) {
+    memcpy(out, &word, 4);
+    return out + 4 * AP_LANES;
+}
+
 void put_piece(const uint8_t *codes, int32_t j, int32_t bits, uint8_t *out) {
     out += 4 * j;
     int32_t low = 0;
     if (bits > 3) {
-        for (int32_t i = 0; i < 32; i++)
-            out[i / 8 * 64 + i % 4] |= (codes[i] & 15) << i % 8 / 4 * 4;
-        out += 256;
+        for (int32_t i = 0; i < 32; i += 8) {
+            uint32_t upper = four_of(codes + i + 4, 0, 0x0f0f0f0f) << 4;
+            out = put_word(out, four_of(codes + i, 0, 0x0f0f0f0f) | upper);
+        }
         low = 4;
     }
     if (bits == 2 || bits == 3 || bits == 6) {
-        for (int32_t i = 0; i < 32; i++)
-            out[i / 16 * 64 + i % 4] |= (codes[i] >> low & 3) << i % 16 / 4 * 2;
-        out += 128;
+        for (int32_t i = 0; i < 32; i += 16) {
+            uint32_t word = 0;
+            for (int32_t pair = 0; pair < 4; pair++)
+                word |= four_of(codes + i + 4 * pair, low, 0x03030303) << 2 * pair;
+            out = put_word(out, word);
+        }
         low += 2;
     }
-    if (bits % 2)
-        for (int32_t i = 0; i < 32; i++) out[i % 4] |= (codes[i] >> low & 1) << i / 4;
+    if (bits % 2) {
+        uint32_t word = 0;
+        for (int32_t bit = 0; bit < 8; bit++)
+            word |= four_of(codes + 4 * bit, low, 0x01010101) << bit;
+        put_word(out, word);
+    }
 }
 
 typedef struct {
@@ -169,21 +192,21 @@ static void pack_tile(void *context, int32_t tile, int32_t worker) {
     const ap_linear *w = p->w;
     (void)worker;
     uint8_t *out = (uint8_t *)w->codes + tile * tile_bytes(w);
-    memset(out, 0, (size_t)tile_bytes(w));
-    if (outputs_of(w, tile) < AP_LANES) zero_scales(w, tile);
+    if (outputs_of(w, tile) < AP_LANES) {
+        memset(out, 0, (size_t)tile_bytes(w));
+        zero_scales(w, tile);
+    }
     int32_t blocks = w->in_features / t->inputs, bits = format_bits(t->format);
-    for (int32_t j = 0; j < outputs_of(w, tile); j++) {
-        int64_t output = (int64_t)tile * AP_LANES + j;
-        const uint8_t *block = p->blocks + output * blocks * t->bytes;
-        uint8_t *piece = out;
-        for (int32_t i = 0; i < blocks; i++, block += t->bytes) {
+    const uint8_t *first = p->blocks + (int64_t)tile * AP_LANES * blocks * t->bytes;
+    for (int32_t i = 0; i < blocks; i++, first += t->bytes, out += t->inputs * bits * 2)
+        for (int32_t j = 0; j < outputs_of(w, tile); j++) {
+            const uint8_t *block = first + (int64_t)j * blocks * t->bytes;
             uint8_t codes[SUPERBLOCK];
             codes_of(t, block, codes);
             put_scales(p, block, tile, i, j);
-            for (int32_t k = 0; k < t->inputs; k += 32, piece += bits * 64)
-                put_piece(codes + k, j, bits, piece);
+            for (int32_t k = 0; k < t->inputs; k += 32)
+                put_piece(codes + k, j, bits, out + k * bits * 2);
         }
-    }
 }
 
 int32_t ap_linear_pack_ggml(ap_engine *engine, const ap_linear *linear, int32_t type,
@@ -212,7 +235,6 @@ static void pack_trellis_tile(void *context, int32_t tile, int32_t worker) {
     (void)worker;
     int32_t bits = format_bits(w->format), first = tile * AP_LANES % TRELLIS_BLOCK;
     uint8_t *out = (uint8_t *)w->codes + tile * tile_bytes(w);
-    memset(out, 0, (size_t)tile_bytes(w));
     const uint8_t *block = p->symbols + (int64_t)(tile * AP_LANES / TRELLIS_BLOCK) *
                                             w->in_features * bits * (TRELLIS_BLOCK / 8);
     for (int32_t k = 0; k < w->in_features; k += 32, out += bits * 64)
