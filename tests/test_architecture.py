@@ -125,7 +125,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ROOMS = {
     "engine": [
         "nouns", "blocks", "tiers", "scheduling", "grammars", "speculation", "run", "devices",
-        "served_model", "memory", "ranks", "encoder", "engine", "load", "process",
+        "served_model", "packed_models", "memory", "ranks", "encoder", "engine", "load", "process",
     ],
     "server": [
         "metrics", "http", "models", "requests", "openai", "retrieval", "openai_responses",

@@ -17,7 +17,7 @@ from appliance import log
 from appliance.cluster.front import BLOCK_SIZE, ChosenReplica, ReplicaRequest, make_front
 from appliance.cluster.node_facts import NodeFacts, check, look
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL
-from appliance.config import Settings, with_kv_folder
+from appliance.config import Settings, with_cache_folders
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineError
 from appliance.hub.found_model import find_model_of
@@ -80,7 +80,7 @@ class ServedReplica:
     """
 
     async def __init__(self, settings: bytes, terms: ReplicaTerms) -> None:  # type: ignore[misc]
-        decoded = with_kv_folder(msgspec.json.decode(settings, type=Settings))
+        decoded = with_cache_folders(msgspec.json.decode(settings, type=Settings))
         log.configure(decoded.server.log_level, decoded.server.log_format)
         check(terms.expected, await asyncio.to_thread(look, decoded.engine))
         found, engine = await asyncio.to_thread(find_model_of, decoded.engine)

@@ -130,12 +130,12 @@ def _with_own_model(model: str | None, config: Path | None) -> Iterator[ChatSess
     from appliance import log
     from appliance.chat.dialogue import Dialogue
     from appliance.chat.session import ChatSession
-    from appliance.config import load_settings, with_kv_folder
+    from appliance.config import load_settings, with_cache_folders
     from appliance.hub.found_model import find_model_of
     from appliance.progress.progress import ProgressLine
     from appliance.server.own_model import OwnModel
 
-    settings = with_kv_folder(load_settings({"model": model}, config))
+    settings = with_cache_folders(load_settings({"model": model}, config))
     log.configure("warning")
     with ProgressLine() as progress:
         found, engine = find_model_of(settings.served[0].engine, progress)

@@ -26,7 +26,7 @@ from appliance.config import (
     network_url,
     service_socket,
     warn_of_unknown_variables,
-    with_kv_folder,
+    with_cache_folders,
 )
 from appliance.config.setting import fields_of
 from appliance.errors import ApplianceError, ConfigError, EngineError, MemoryPlanError
@@ -82,7 +82,7 @@ def serve(
     flags["model"] = model or flags["model"]
     if verbose:
         flags["log_level"] = flags["log_level"] or "debug"
-    settings = with_kv_folder(load_settings(flags, config))
+    settings = with_cache_folders(load_settings(flags, config))
     server = settings.server
     conditions = None if server.min_quality is None else parse_min_quality(server.min_quality)
     if top:

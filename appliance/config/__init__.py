@@ -12,6 +12,7 @@ from appliance.config.environment import (
     config_path,
     jobs_dir,
     kv_dir,
+    packed_dir,
     service_socket,
     tuning_dir,
 )
@@ -31,7 +32,7 @@ from appliance.config.sources import (
     load_settings,
     unknown_variables,
     warn_of_unknown_variables,
-    with_kv_folder,
+    with_cache_folders,
     written_settings,
 )
 from appliance.config.top import TopConfig
@@ -60,6 +61,7 @@ __all__ = [
     "local_url",
     "network_url",
     "own_key",
+    "packed_dir",
     "parse_duration",
     "parse_size",
     "server_to_watch",
@@ -67,6 +69,6 @@ __all__ = [
     "tuning_dir",
     "unknown_variables",
     "warn_of_unknown_variables",
-    "with_kv_folder",
+    "with_cache_folders",
     "written_settings",
 ]

@@ -317,6 +317,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             high=MOST_BYTES,
         ),
     ] = 4 * GIB
+    packed_weights: Annotated[
+        str,
+        Setting(
+            "Folder that keeps weights as the CPU library multiplies them, so that later starts map"
+            " them, or off. auto is the cache folder for a server, and off in a script.",
+            Group.COMPUTE,
+        ),
+    ] = "auto"
+    packed_weights_size: Annotated[
+        int,
+        Setting(
+            "Size limit of this folder, all models together.",
+            Group.COMPUTE,
+            unit=Unit.BYTES,
+            low=MIB,
+            high=MOST_BYTES,
+        ),
+    ] = 32 * GIB
     kv_host_memory: Annotated[
         int | None,
         Setting(

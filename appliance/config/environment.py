@@ -27,6 +27,11 @@ def kv_dir() -> Path:
     return cache_dir() / "kv"
 
 
+def packed_dir() -> Path:
+    """Return the folder of packed weights, see `engine.packed_models`."""
+    return cache_dir() / "packed"
+
+
 def tuning_dir() -> Path:
     """Return the folder of what was timed on this machine's GPUs, see `engine.load.tuning`."""
     return cache_dir() / "tuning"

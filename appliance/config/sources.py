@@ -19,7 +19,13 @@ import msgspec
 
 from appliance.config.api_keys import check_private
 from appliance.config.engine import EngineConfig
-from appliance.config.environment import OTHER_VARIABLES, config_path, is_credential, kv_dir
+from appliance.config.environment import (
+    OTHER_VARIABLES,
+    config_path,
+    is_credential,
+    kv_dir,
+    packed_dir,
+)
 from appliance.config.server import ServerConfig, known_keys
 from appliance.config.setting import ENV_PREFIX, fields_of, flag_of, nearest
 from appliance.config.top import TopConfig
@@ -277,13 +283,13 @@ def written_settings(
     return written
 
 
-def with_kv_folder(settings: Settings) -> Settings:
-    """Set a server's KV folder to the usual one, unless the settings choose another."""
+def with_cache_folders(settings: Settings) -> Settings:
+    """Set a server's folders of KV cache and packed weights, unless the settings choose others."""
+    usual = {"kv_disk": kv_dir, "packed_weights": packed_dir}
 
     def placed(engine: EngineConfig) -> EngineConfig:
-        if engine.kv_disk != "auto":
-            return engine
-        return msgspec.structs.replace(engine, kv_disk=str(kv_dir()))
+        unset = [name for name in usual if getattr(engine, name) == "auto"]
+        return msgspec.structs.replace(engine, **{name: str(usual[name]()) for name in unset})
 
     return settings.with_engines(placed)
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.config import cache_dir, jobs_dir, kv_dir
+from appliance.config import cache_dir, jobs_dir, kv_dir, packed_dir
 from appliance.doctor.finding import GIB, MIB, Finding, Grade, Scope, show_gib
 from appliance.files import bytes_on_disk, check_private
 from appliance.hub import hub_cache
@@ -62,6 +62,10 @@ def _folders(scope: Scope) -> Iterator[tuple[str, Path, str]]:
     yield "cache", cache_dir(), "APPLIANCE_CACHE_DIR"
     if scope.engine.kv_disk != "off":
         yield "KV cache", _kv_folder(scope), "kv_disk"
+    packed = scope.engine.packed_weights
+    if packed != "off":
+        folder = packed_dir() if packed == "auto" else Path(packed).expanduser()
+        yield "packed weights", folder, "packed_weights"
     yield "hub cache", hub_cache(), "HF_HOME"
 
 

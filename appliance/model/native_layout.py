@@ -97,7 +97,7 @@ def lay_out_model(
         joins: names of the parts in `ends.join`.
         beside: has the matrices that `ends` lacks; empty ones by default.
     """
-    spec, ropes = part.spec, distinct_ropes(part.spec)
+    spec = part.spec
     beside = ModelStruct() if beside is None else beside
     embedding = beside.embedding if ends.embedding is None else packer.linear(ends.embedding)
     if ends.head is None:
@@ -109,11 +109,9 @@ def lay_out_model(
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
         num_layers=len(layers),
-        num_ropes=len(ropes),
+        num_ropes=len(distinct_ropes(spec)),
         layers=layers,
-        ropes=(RopeStruct * len(ropes))(
-            *(_rope(packer, rope, Rope.of(rope, context_length, None)) for rope in ropes)
-        ),
+        ropes=lay_out_ropes(packer, spec, context_length),
         final_norm=_norm(packer, ends.final_norm),
         embedding=embedding,
         head=head,
@@ -127,6 +125,16 @@ def lay_out_model(
         widest_vocab=part.widest_tokens,
         norms_replace=spec.norms_replace,
         join=_join(packer, ends, joins),
+    )
+
+
+def lay_out_ropes(
+    packer: WeightPacker, spec: DecoderSpec, context_length: int
+) -> Array[RopeStruct]:
+    """Lay out the RoPEs, which depend on the most tokens of a sequence; weights do not."""
+    ropes = distinct_ropes(spec)
+    return (RopeStruct * len(ropes))(
+        *(_rope(packer, rope, Rope.of(rope, context_length, None)) for rope in ropes)
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+from typing import TYPE_CHECKING, Any, Protocol
 
+from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.parts import LibraryLinear
 from appliance.kernels.cpu.structs import (
@@ -11,7 +13,7 @@ from appliance.kernels.cpu.structs import (
 )
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.native import NativeDecoder
-from appliance.model.native_layout import lay_out_layer, lay_out_model
+from appliance.model.native_layout import lay_out_layer, lay_out_model, lay_out_ropes
 from appliance.model.reader import ModelReader
 from appliance.model.shard.stage import Stage
 from appliance.model.shard.weights import WeightCutter
@@ -21,10 +23,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.cpu.structs import ModelStruct
     from appliance.model.names import JoinNames
     from appliance.model.shard.shard import Part
     from appliance.model.source import ModelSource
     from appliance.model.tensors import Role
+
+
+class KeptWeights(Protocol):
+    """A place that keeps packed weights; see `appliance.kernels.cpu.packed_file`."""
+
+    def find(
+        self, layout: str, engine: NativeEngine
+    ) -> tuple[Arena, ModelStruct, dict[str, Any]] | None:
+        """Map the weights of a layout, if they are kept: the model has no RoPEs."""
+        ...
+
+    def keep(
+        self,
+        layout: str,
+        engine: NativeEngine,
+        arena: Arena,
+        model: ModelStruct,
+        about: dict[str, Any],
+    ) -> None:
+        """Keep the weights of a layout for the next start."""
+        ...
 
 
 def load_native(
@@ -38,8 +62,9 @@ def load_native(
     target: NativeDecoder | None = None,
     shared: Collection[Role] = (),
     join: JoinNames | None = None,
+    kept: KeptWeights | None = None,
 ) -> NativeDecoder:
-    """Read all weights and lay them out.
+    """Read all weights and lay them out, or map them as they were laid out before.
 
     Args:
         source: a model for which `why_unsupported` returns None.
@@ -51,6 +76,7 @@ def load_native(
         target: the model that a head drafts for; it must outlive the result.
         shared: matrices that such a head shares with it, embedding or output matrix.
         join: names of the parts that join such a head's embedding and hidden state.
+        kept: of a model without `target`; where it is kept as laid out.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
@@ -60,10 +86,18 @@ def load_native(
     own = Stage.whole_of(source.spec) if part is None else part
     count = len(own.spec.layers)
     length = own.spec.context_length if context_length is None else context_length
+    layout = hashlib.blake2b(f"{own!r} {dtype_name(dtype)}".encode(), digest_size=16).hexdigest()
+    report("weights", 0, count + 1)
+    if kept is not None and (found := kept.find(layout, engine)) is not None:
+        arena, model, about = found
+        model.ropes = lay_out_ropes(WeightPacker(engine, arena, dtype), own.spec, length)
+        report("weights", count + 1, count + 1)
+        return NativeDecoder(
+            spec=own.spec, dtype=dtype, engine=engine, model=model, arena=arena, part=part, **about
+        )
     reader = ModelReader(source, None, dtype, native=True)
     cutter = WeightCutter(own)
     packer = WeightPacker(engine, Arena(), dtype)
-    report("weights", 0, count + 1)
     layers = (LayerStruct * count)()
     for index in range(count):
         weights = cutter.layer(reader.layer(own.layers[0] + index), index)
@@ -73,6 +107,9 @@ def load_native(
     ends = cutter.ends(reader.ends(own, () if target is None else shared, join))
     beside = None if target is None else target.model
     model = lay_out_model(packer, own, layers, ends, length, joins=join, beside=beside)
+    about = {"weight_format": reader.weight_format(), "num_dense": cutter.num_dense}
+    if kept is not None:
+        kept.keep(layout, engine, packer.arena, model, about)
     report("weights", count + 1, count + 1)
     return NativeDecoder(
         spec=own.spec,
@@ -80,9 +117,8 @@ def load_native(
         engine=engine,
         model=model,
         arena=packer.arena,
-        weight_format=reader.weight_format(),
         part=part,
-        num_dense=cutter.num_dense,
+        **about,
     )
 
 

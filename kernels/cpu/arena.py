@@ -45,6 +45,19 @@ class Mapping:
             raise MemoryError(f"the system gives no {nbytes:,} shared bytes: {error}") from error
 
     @classmethod
+    def of_file(cls, descriptor: int, nbytes: int) -> Mapping:
+        """Map a file whose pages are shared until they are written, and never written back.
+
+        Raises:
+            MemoryError: the system refuses.
+        """
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            return cls._of(mmap.mmap(descriptor, nbytes, flags=flags))
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"the system maps no {nbytes:,} bytes: {error}") from error
+
+    @classmethod
     def _of(cls, memory: mmap.mmap) -> Mapping:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -53,17 +66,33 @@ class Mapping:
 
 
 class Arena:
-    """Pieces of memory that live as long as the arena."""
+    """Pieces of memory that live as long as the arena.
 
-    def __init__(self) -> None:
-        self.nbytes = 0  # handed out
-        self._mappings: list[Mapping] = []
+    Args:
+        mapping: memory that it begins with, all of it handed out.
+        nbytes: of this memory, that count as handed out.
+    """
+
+    def __init__(self, mapping: Mapping | None = None, nbytes: int = 0) -> None:
+        self.nbytes = nbytes  # handed out
+        # Address, kind and number of the structs in it, whose addresses lead into it, too.
+        self.structs: list[tuple[int, type[ctypes.Structure], int]] = []
+        self._mappings: list[Mapping] = [] if mapping is None else [mapping]
         self._address = 0
-        self._left = 0
+        self._left = 0  # of the last mapping
+        self._lefts: list[int] = []  # of those before it
 
     def mapped(self) -> list[tuple[int, int]]:
         """List address and bytes of all memory, handed out or not."""
         return [(one.address, len(one.memory)) for one in self._mappings]
+
+    def handed_out(self) -> list[tuple[int, int]]:
+        """List address and bytes of the memory of each mapping up to the last piece in it."""
+        lefts = [*self._lefts, self._left]
+        return [
+            (address, nbytes - left)
+            for (address, nbytes), left in zip(self.mapped(), lefts, strict=False)
+        ]
 
     def claim(self, nbytes: int) -> int:
         """Return the address of some zeroed bytes.
@@ -74,6 +103,8 @@ class Arena:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self._left:
             mapping = Mapping.of(max(CHUNK, size))
+            if self._mappings:
+                self._lefts.append(self._left)
             self._mappings.append(mapping)
             self._address, self._left = mapping.address, len(mapping.memory)
         address = self._address

@@ -68,7 +68,7 @@ ARM_FLAGS = {
 # By the compiler's target processor: our name for it, and its instruction sets.
 TARGETS = {"x86_64": ("-DAP_X86", X86_FLAGS), "aarch64": ("-DAP_ARM", ARM_FLAGS)}
 # Compiled once, for any processor.
-COMMON = ("api.c", "group.c", "pool.c", "pack.c", "pack_planes.c", "page.c", "mask.c")
+COMMON = ("api.c", "group.c", "pool.c", "pack.c", "pack_planes.c", "page.c", "mask.c", "sums.c")
 
 _REMEDY = (
     "PyTorch's slower kernels do its work. For the library, install gcc or clang (gcc 11, clang 12 "

@@ -146,6 +146,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, c_int32, _POINTER, _POINTER, c_int32, _POINTER, _POINTER),
     ),
     "ap_page_bytes": (c_int64, (c_int32, c_int32)),
+    "ap_sums": (c_int32, (_POINTER, c_int64, _POINTER)),
 }
 
 

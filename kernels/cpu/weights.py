@@ -141,6 +141,7 @@ class WeightPacker:
         array = (kind * len(items))(*items)
         address = self.arena.claim(ctypes.sizeof(array))
         ctypes.memmove(address, array, ctypes.sizeof(array))
+        self.arena.structs.append((address, kind, len(items)))
         return address
 
     def _dense(self, weight: Tensor) -> LinearStruct:

@@ -18,7 +18,12 @@ Look = Callable[[Check, Scope], dict[str, Finding]]
 def test_folders_that_are_there_or_can_be_made(look: Look, tmp_path: Path) -> None:
     found = look(check_folders, Scope())
     folders = [name for name in found if name.endswith("folder")]
-    assert folders == ["cache folder", "KV cache folder", "hub cache folder"]
+    assert folders == [
+        "cache folder",
+        "KV cache folder",
+        "packed weights folder",
+        "hub cache folder",
+    ]
     assert {found[name].grade for name in folders} == {Grade.OK}
     assert "made when it is needed" in found["cache folder"].found
     assert not list(tmp_path.iterdir()), "nothing was made"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from appliance.engine.devices import native_engine
+from appliance.engine.packed_models import PackedModels
 from appliance.engine.ranks.messages import (
     Allocate,
     MakeSlots,
@@ -54,6 +55,7 @@ class NativeMember:
             numpy_dtype(join.dtype),
             context_length=join.context_length,
             part=division.parts[join.rank],
+            kept=PackedModels.of(config),
         )
         release_unused()  # memory that reading the weights took
         room, size = join.room, division.split.size

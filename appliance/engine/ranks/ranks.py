@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from appliance.engine.packed_models import PackedModels
 from appliance.engine.ranks.division import DividedLayers
 from appliance.engine.ranks.messages import Room
 from appliance.engine.ranks.native_ranks import NativeRanks
@@ -144,6 +145,7 @@ class Ranks:
                 on_progress,
                 context_length=context_length,
                 part=self.division.parts[0],
+                kept=PackedModels.of(self.config),
             )
             group.join()
         work = self.division.work(0, own, link.native, link.shared)

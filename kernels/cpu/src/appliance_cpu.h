@@ -424,6 +424,11 @@ int32_t ap_linear_pack_trellis(ap_engine *engine, const ap_linear *linear, const
 int32_t ap_trellis_encode(ap_engine *engine, int32_t bits, const float *x, const float *weights,
                           int32_t count, uint8_t *symbols, float *found);
 int64_t ap_page_bytes(int32_t format, int32_t head_dim); /* multiple of 64; -1: unsupported */
+#define AP_SUMMED (1 << 20) /* bytes of one sum */
+#define AP_SUM_STEP 64
+/* Write a sum of each AP_SUMMED bytes of memory, and one of the rest. It tells damage, not attack.
+ * nbytes: multiple of AP_SUM_STEP. Runs on the caller's thread alone. */
+int32_t ap_sums(const void *data, int64_t nbytes, uint64_t *sums);
 
 #pragma GCC visibility pop
 

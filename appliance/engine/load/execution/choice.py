@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from appliance.engine.devices import Processor, choose_device, native_engine
 from appliance.engine.load.execution.native_execution import NativeExecution
 from appliance.engine.load.kv_precision import choose_kv
+from appliance.engine.packed_models import PackedModels
 from appliance.engine.ranks.ranks import Ranks
 from appliance.engine.run.adapters.loader import wants_adapters
 from appliance.errors import ConfigError
@@ -139,7 +140,10 @@ def execution_for(
             if isa is Isa.SCALAR and config.cpu_isa == "auto":
                 logger.warning("%s", SCALAR_NOTE)
                 notes.append(SCALAR_NOTE)
-            return NativeExecution(precision, engine, isa.name, ranks), tuple(notes)
+            kept = PackedModels.of(config)
+            if kept is not None:
+                notes.append(kept.note())
+            return NativeExecution(precision, engine, isa.name, ranks, kept), tuple(notes)
         if config.cpu_isa != "auto":
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
         logger.warning("%s: %s", TORCH_NOTE, reason)

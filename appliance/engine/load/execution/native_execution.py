@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.engine.devices import Precision
     from appliance.engine.memory.experts.split import ExpertsOnHost
     from appliance.engine.nouns.beacon import Beacon
+    from appliance.engine.packed_models import PackedModels
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
@@ -46,6 +47,7 @@ class NativeExecution:
     engine: NativeEngine
     isa: str
     ranks: Ranks | None = None  # that divide the model; None: this process holds it whole
+    kept: PackedModels | None = None
 
     @property
     def name(self) -> str:
@@ -125,6 +127,7 @@ class NativeExecution:
             self.precision.dtype,
             on_progress,
             context_length=context_length,
+            kept=self.kept,
         )
 
     def operations(self) -> Operations:
