@@ -49,6 +49,7 @@ def attend_codes(
     b_query,  # (BLOCK_M, HEAD_DIM_PADDED) float8e4nv
     b_scale,  # (BLOCK_M,) from products to exponents of 2, or to tanh's argument
     b_position,  # (BLOCK_M,) positions of the rows
+    b_last,  # (BLOCK_M,) the last keys that they see
     b_max,  # (BLOCK_M,) float32, running maximum, base 2
     b_sum,  # (BLOCK_M,) float32, of weights times 2^WEIGHT_EXPONENT, as the next
     b_acc,  # (BLOCK_M, HEAD_DIM_PADDED) float32, weighted values
@@ -69,8 +70,8 @@ def attend_codes(
 ):
     """Fold the keys and values of some pages into a running softmax.
 
-    A row sees the keys up to its position, with HAS_WINDOW the latest `window` of them; without
-    EDGES every row sees all keys of all pages, and no mask is computed.
+    A row sees the keys up to its last one, with HAS_WINDOW from the oldest of the `window` up to
+    its position; without EDGES every row sees all keys of all pages, and no mask is computed.
     """
     PADDED: tl.constexpr = b_query.shape[1]
     o_n = tl.arange(0, PAGE)
@@ -85,7 +86,7 @@ def attend_codes(
             b_score = cap * (1.0 - 2.0 / (1.0 + exp2(b_score, "fp8")))
         if EDGES:
             b_key_position = (key_start + o_n)[None, :]
-            b_seen = b_key_position <= b_position[:, None]
+            b_seen = b_key_position <= b_last[:, None]
             if HAS_WINDOW:
                 b_seen &= b_key_position > b_position[:, None] - window
             b_score = tl.where(b_seen, b_score, -float("inf"))
@@ -116,6 +117,7 @@ def fp8_prefill_kernel(
     head_scales_ptr,  # (2, num_kv_heads) float32, of keys and values
     sinks_ptr,  # (num_heads,) float32, or None
     tiles_ptr,  # (tiles, 2) int32: sequence, first row among its rows
+    sees_ptr,  # (num_tokens,) int32, leading tokens that each row sees; None: those up to its own
     query_start_ptr,  # (num_seqs + 1,) int32
     context_lens_ptr,  # (num_seqs,) int32
     block_tables_ptr,  # (num_seqs, max_blocks) int32
@@ -150,6 +152,8 @@ def fp8_prefill_kernel(
         return
     first_position = context_len - num_rows + first_row
     key_end = tl.minimum(context_len, first_position + ROWS)
+    if sees_ptr is not None:  # its last row sees most
+        key_end = tl.load(sees_ptr + query_start + tl.minimum(first_row + ROWS, num_rows) - 1)
     key_begin = 0
     if HAS_WINDOW:
         key_begin = tl.maximum(first_position - window + 1, 0) // PAGE * PAGE
@@ -172,16 +176,23 @@ def fp8_prefill_kernel(
     scale = score_scale * tl.load(head_scales_ptr + i_kv_head)
     b_scale = tl.maximum(scale / b_factor, SMALLEST)
     b_position = first_position + o_m // GROUP_PADDED
+    b_last = b_position
+    if sees_ptr is not None:
+        b_last = tl.load(sees_ptr + query_start + b_row, mask=b_row < num_rows, other=0) - 1
     b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-    # All rows see the keys before the first row's page. A window leaves few full pages.
+    # All rows see the whole pages that the first row sees. A window leaves few full pages.
     full_end = key_begin
     p_table = block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride
     if not HAS_WINDOW:
-        full_end = tl.minimum((first_position + 1) // PAGE * PAGE, key_end)
+        first_end = first_position + 1
+        if sees_ptr is not None:
+            first_end = tl.load(sees_ptr + query_start + first_row)
+        full_end = tl.minimum(first_end // PAGE * PAGE, key_end)
         b_max, b_sum, b_acc = attend_codes(
             b_query,
             b_scale,
             b_position,
+            b_last,
             b_max,
             b_sum,
             b_acc,
@@ -204,6 +215,7 @@ def fp8_prefill_kernel(
         b_query,
         b_scale,
         b_position,
+        b_last,
         b_max,
         b_sum,
         b_acc,

@@ -165,7 +165,9 @@ def paged_attention(
     sinks: Tensor | None = None,
     sees: Tensor | None = None,
 ) -> Tensor:
-    """Attend from every row to its own sequence, causally; see `reference.paged_attention`.
+    """Attend from every row to its own sequence, causally unless `sees` says more.
+
+    See `reference.paged_attention`.
 
     Both matrix products use the dtype of the query, or float16 with quantized pages, and sum in
     float32. From compute capability 8.9 on, prefill over FP8 pages multiplies E4M3, unless the
@@ -181,7 +183,8 @@ def paged_attention(
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: (num_heads,) float32, a score for each head that has no value.
-        sees: must be None: no kernel lets a row see tokens after its own.
+        sees: (num_tokens,) int32, the leading tokens that each row sees; see `RaggedBatch`. Rows
+            of sequences that decode see those up to their own, whatever it says.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -192,7 +195,7 @@ def paged_attention(
     assert isinstance(work, AttentionWork)
     assert isinstance(cache, KVPages | SealedBlocks)
     assert scale > 0, scale
-    assert sees is None, "refused when the model is opened"
+    assert sees is None or (sees.dtype is torch.int32 and sees.is_contiguous()), sees
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = cache.num_kv_heads
     assert head_dim == cache.head_dim, (head_dim, cache.head_dim)
@@ -268,10 +271,10 @@ def paged_attention(
             grid = len(work.tiles), parts, num_kv_heads
             if variant.multiplies_codes(capability):
                 codes = pages.pages.view(torch.float8_e4m3fn)
-                read = (codes, pages.head_scales, sinks, work.tiles)
+                read = (codes, pages.head_scales, sinks, work.tiles, sees)
                 _launch_fp8_prefill(grid, (output, query, *read, *after_query), fixed)
             else:
-                arguments = (output, query, *stored, work.tiles, *after_query)
+                arguments = (output, query, *stored, work.tiles, sees, *after_query)
                 _launch_prefill(grid, arguments, fixed)
     return output
 

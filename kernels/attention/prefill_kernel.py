@@ -26,6 +26,7 @@ def prefill_kernel(
     open_tables_stride,
     sinks_ptr,
     tiles_ptr,  # (tiles, 2) int32: sequence, first row among its rows
+    sees_ptr,  # (num_tokens,) int32, leading tokens that each row sees; None: those up to its own
     query_start_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -68,6 +69,8 @@ def prefill_kernel(
         return
     first_position = context_len - num_rows + first_row
     key_end = tl.minimum(context_len, first_position + ROWS)
+    if sees_ptr is not None:  # its last row sees most
+        key_end = tl.load(sees_ptr + query_start + tl.minimum(first_row + ROWS, num_rows) - 1)
     key_begin = 0
     window_end = 0
     if HAS_WINDOW:
@@ -100,9 +103,15 @@ def prefill_kernel(
     b_query = b_query.to(tl.dtype(COMPUTE))
     b_query_sum = tl.sum(b_query.to(tl.float32), 1)
     b_position = first_position + o_m // GROUP_PADDED
+    b_last = b_position
+    if sees_ptr is not None:
+        b_last = tl.load(sees_ptr + query_start + b_row, mask=b_row < num_rows, other=0) - 1
     b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-    # All rows see the keys before the first row's tile, and all keys in sealed pages.
-    full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, key_end)
+    # All rows see the whole tiles of keys that the first row sees, and all keys in sealed pages.
+    first_end = first_position + 1
+    if sees_ptr is not None:
+        first_end = tl.load(sees_ptr + query_start + first_row)
+    full_end = tl.minimum(first_end // BLOCK_N * BLOCK_N, key_end)
     if CODES == "sealed":
         sealed_len = tl.load(sealed_lens_ptr + i_seq)
         full_end = tl.minimum(sealed_len, key_end)
@@ -117,6 +126,7 @@ def prefill_kernel(
             b_query_sum,
             row_scale,
             b_position,
+            b_last,
             b_max,
             b_sum,
             b_acc,
@@ -158,6 +168,7 @@ def prefill_kernel(
             b_query_sum,
             row_scale,
             b_position,
+            b_last,
             b_max,
             b_sum,
             b_acc,

@@ -105,6 +105,7 @@ def attend(
     b_query_sum,  # (BLOCK_M,) float32, of each row; "int4" only
     row_scale,  # from products to exponents of 2, or to tanh's argument; with codes (BLOCK_M,)
     b_position,  # (BLOCK_M,) positions of the rows
+    b_last,  # (BLOCK_M,) the last keys that they see
     b_max,  # (BLOCK_M,) float32, running maximum, base 2
     b_sum,  # (BLOCK_M,) float32, of weights
     b_acc,  # (BLOCK_M, HEAD_DIM_PADDED) float32, weighted values
@@ -134,8 +135,9 @@ def attend(
 ):
     """Fold the keys and values of some pages into a running softmax.
 
-    A row sees the keys up to its position, with HAS_WINDOW the latest `window` of them. Without
-    EDGES every key precedes every row and keys fill whole tiles, so few masks are computed.
+    A row sees the keys up to its last one, with HAS_WINDOW from the oldest of the `window` up to
+    its position. Without EDGES every row sees every key unless for the window, and keys fill whole
+    tiles, so few masks are computed.
     """
     BLOCK_M: tl.constexpr = b_query.shape[0]
     HEAD_DIM_PADDED: tl.constexpr = b_query.shape[1]
@@ -227,7 +229,7 @@ def attend(
             else:
                 b_score = b_score * b_scale + b_addend[None, :]
         if EDGES:
-            b_seen = b_key_position[None, :] <= b_position[:, None]
+            b_seen = b_key_position[None, :] <= b_last[:, None]
             if HAS_WINDOW:
                 b_seen &= b_key_position[None, :] > b_position[:, None] - window
             b_score = tl.where(b_seen, b_score, -float("inf"))

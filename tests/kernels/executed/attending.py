@@ -29,6 +29,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    sees: torch.Tensor | None = None,
 ) -> torch.Tensor:
     work = plan_attention(case.batch, case.cache.block_size)
     return paged_attention(
@@ -39,6 +40,7 @@ def attend(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        sees=sees,
     )
 
 
@@ -49,8 +51,9 @@ def assert_matches_reference(
     bound: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    sees: torch.Tensor | None = None,
 ) -> None:
-    found = attend(case, window, softcap, sinks, scale)
+    found = attend(case, window, softcap, sinks, scale, sees)
     assert found.dtype == case.query.dtype
     expected = reference.paged_attention(
         case.query.double(),
@@ -60,6 +63,7 @@ def assert_matches_reference(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        sees=sees,
     )
     error = (found.double() - expected).abs().amax((1, 2)) / expected.abs().max()
     bounds = torch.full_like(error, bound or BOUNDS[case.query.dtype])

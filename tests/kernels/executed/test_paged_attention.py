@@ -25,7 +25,7 @@ from tests.kernels.executed.attending import (
 )
 
 if TYPE_CHECKING:
-    from tests.kernels.executed.conftest import MakeCase
+    from tests.kernels.executed.conftest import Case, MakeCase
 
 PAGED = [KVFormat.FP16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4]
 # Decode rows of one and several spans, then chunks: whole, continued, of one row.
@@ -161,6 +161,102 @@ def test_windows(make_case: MakeCase, window: int, kv_format: KVFormat) -> None:
     # A window shorter than the context leaves whole spans without a visible key.
     case = make_case((1, 1, 70), (700, 20, 90), kv_format=kv_format)
     assert_matches_reference(case, window)
+
+
+def seeing(case: Case, pictures: dict[int, list[range]]) -> torch.Tensor:
+    """Leading tokens that rows see, where sequences have pictures at these positions."""
+    batch, seen = case.batch, []
+    for i, (rows, context) in enumerate(
+        zip(batch.host_query_lens, batch.host_context_lens, strict=True)
+    ):
+        own = torch.arange(context - rows, context, dtype=torch.int32) + 1
+        for picture in pictures.get(i, ()):
+            inside = (own > picture.start) & (own <= picture.stop)
+            own[inside] = picture.stop
+        seen.append(own)
+    return torch.cat(seen)
+
+
+# Pictures at both ends of a prompt, across tiles of rows and pages, side by side, of one row, and
+# with a beginning in an earlier step.
+PICTURES = {
+    3: [range(20)],
+    4: [range(60, 70), range(70, 96), range(97, 98)],
+    5: [range(30, 33)],
+    6: [range(5, 140), range(150, 155)],
+}
+SEEN_QUERY_LENS, SEEN_CONTEXT_LENS = (*QUERY_LENS[:5], 2, 155), (*CONTEXT_LENS[:5], 33, 155)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("kv_format", "dtype"),
+    [
+        (KVFormat.BF16, BF16),
+        (KVFormat.FP16, FP16),
+        (KVFormat.FP32, FP32),
+        (KVFormat.INT8, BF16),
+        (KVFormat.FP8, BF16),
+        (KVFormat.INT4, FP16),
+    ],
+)
+def test_rows_of_a_picture_see_all_of_it(
+    make_case: MakeCase, kv_format: KVFormat, dtype: torch.dtype, window: int | None
+) -> None:
+    case = make_case(SEEN_QUERY_LENS, SEEN_CONTEXT_LENS, kv_format=kv_format, dtype=dtype)
+    sees = seeing(case, PICTURES)
+    assert_matches_reference(case, window=window, sees=sees)
+    others = sees == seeing(case, {})
+    assert 0 < others.sum() < len(sees)
+    causal, found = attend(case, window), attend(case, window, sees=sees)
+    assert (causal[~others] - found[~others]).abs().amax((1, 2)).median() > 0.05
+    if window is None or kv_format is KVFormat.FP32:  # all keys are folded in the same order
+        assert (causal[others] - found[others]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "kv_format", "window"),
+    [
+        (8, 4, 256, KVFormat.BF16, 60),
+        (8, 4, 256, KVFormat.FP8, 60),
+        (4, 2, 128, KVFormat.INT8, None),
+        (4, 1, 256, KVFormat.INT4, None),
+        (5, 1, 80, KVFormat.FP8, None),
+        (3, 1, 512, KVFormat.BF16, 60),
+        (3, 1, 512, KVFormat.INT8, None),
+    ],
+)
+def test_heads_of_any_shape_see_a_picture(
+    make_case: MakeCase,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: KVFormat,
+    window: int | None,
+) -> None:
+    case = make_case(
+        (1, 40, 70),
+        (150, 100, 70),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        kv_format=kv_format,
+        dtype=BF16,
+    )
+    sees = seeing(case, {1: [range(64, 91)], 2: [range(3, 44), range(44, 70)]})
+    assert_matches_reference(case, window=window, softcap=20.0, sees=sees)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+def test_how_the_text_before_a_picture_is_cut_changes_no_bit(
+    make_case: MakeCase, kv_format: KVFormat
+) -> None:
+    pictures = {0: [range(67, 130)]}
+    whole = make_case((150,), (150,), kv_format=kv_format)
+    found = attend(whole, sees=seeing(whole, pictures))
+    for start in (67, 80):  # also where a step begins inside of it
+        rest = make_case((150 - start,), (150,), kv_format=kv_format)
+        assert torch.equal(found[start:], attend(rest, sees=seeing(rest, pictures)))
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])

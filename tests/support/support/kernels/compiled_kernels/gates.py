@@ -371,9 +371,11 @@ KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
     ("3.6.0", pausing_products): tuple(
         (name, cc) for name in (f"{_NVFP4} 128", *_UPPER_BITS) for cc in (86, 120)
     ),
-    # The first only checks other kernels; the others spill a register.
+    # The first only checks other kernels; the second spills as much where rows see no picture; the
+    # others spill a register.
     ("3.6.0", spilling): (
         ("attention decode gemma3_270m fp32 kv fp32", 86),
+        ("attention prefill gemma3_4b pictures in windows bf16 kv fp8", 120),
         *_Q4_K,
         *(key for key, rows in _TRELLIS.items() if (rows, key[1]) == (128, 90)),
     ),

@@ -36,6 +36,7 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    sees_pictures: bool = False
 
 
 SHAPES = (
@@ -48,6 +49,12 @@ SHAPES = (
     AttentionShape("phi2", 32, 32, 80),
 )
 IN_PARTS = AttentionShape("gemma4_26b", 16, 2, 512)  # warps share out its heads' dimensions
+# Rows of prompts see all of their picture.
+SEEING = (
+    AttentionShape("gemma3_4b pictures", 8, 4, 256, sees_pictures=True),
+    AttentionShape("gemma3_4b pictures in windows", 8, 4, 256, window=1024, sees_pictures=True),
+    AttentionShape("gemma3_27b pictures", 32, 16, 128, sees_pictures=True),
+)
 LLAMA = SHAPES[1]
 WIDEST = SHAPES[3]
 CORE_SHAPES = SHAPES[1:3]  # the usual one, and the one with all options
@@ -66,6 +73,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for phase in Phase:  # the most registers
         sealed = KVFormat.INT4_SEALED
         yield attention_signature(WIDEST, phase, torch.bfloat16, sealed, capability)
+    for shape in SEEING if full else SEEING[1:]:
+        for kv_format in FORMATS if full else (KVFormat.BF16, KVFormat.FP8, KVFormat.INT4_SEALED):
+            yield attention_signature(shape, Phase.PREFILL, torch.bfloat16, kv_format, capability)
     if full:
         more = (
             (LLAMA, torch.float16, KVFormat.FP16),
@@ -128,6 +138,8 @@ def attention_signature(
         }
     else:
         types["tiles_ptr"] = "*i32"
+        if shape.sees_pictures:
+            types["sees_ptr"] = "*i32"
     if kv_format is KVFormat.FP8:
         types["head_scales_ptr"] = "*fp32"
     if shape.has_sinks:
@@ -138,6 +150,8 @@ def attention_signature(
         types |= sealed
     types["open_tables_stride"] = "i32"
     absent = {"head_scales_ptr", "sinks_ptr", *sealed} - types.keys()
+    if phase is Phase.PREFILL and not shape.sees_pictures:
+        absent.add("sees_ptr")
     module, function = MODULES[phase], f"{phase.value}_kernel"
     if variant.multiplies_codes(capability):
         module, function = "appliance.kernels.attention.fp8_kernel", "fp8_prefill_kernel"
