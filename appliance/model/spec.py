@@ -385,6 +385,11 @@ class DecoderSpec:
         return self.read_tokens or self.vocab_size
 
     @property
+    def sees_pictures(self) -> bool:
+        """True if rows of a picture see those of their picture behind them, in some layers."""
+        return any(mixer.sees_picture for mixer in self.attention_layers.values())
+
+    @property
     def has_experts(self) -> bool:
         return self.router is not None
 

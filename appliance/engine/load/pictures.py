@@ -221,8 +221,6 @@ def _why_not(config: EngineConfig, source: ModelSource) -> str | None:
 
 def _why_blind(precision: Precision) -> str | None:
     """Say why rows of pictures cannot see each other."""
-    if precision.device.type == "cuda":
-        return "for which GPUs have no kernel; --device cpu reads them"
     if any(layer.format.is_sealed for layer in precision.kv_layers):
         return (
             f"and a cache in {precision.kv_in_words()} seals each block before the next; take"

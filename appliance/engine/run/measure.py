@@ -130,6 +130,9 @@ def measure_workspace(
             batch = replace(batch, prompts_from=batch.num_decodes)
         if rows == most:
             _read(executor, batch, positions, cache, score_tokens)
+            if executor.spec.sees_pictures:
+                seen = torch.tensor(positions, dtype=torch.int32, device=device.torch_device) + 1
+                _run(executor.hidden, replace(batch, sees=seen), positions, cache, 1)
         logits = _run(executor.forward, batch, positions, cache, min(rows, limits.sample_rows))
         _penalize(logits, penalize)
         _mask(logits, mask_tokens)

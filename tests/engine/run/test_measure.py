@@ -68,7 +68,9 @@ class Model:
         self.blocks = 0
         self.asked: list[tuple[Any, ...]] = []
         self.read: list[tuple[int, int]] = []  # rows of hidden states, and scored ones
-        self.spec = SimpleNamespace(vocab_size=100, state_bytes=0, has_experts=False)
+        self.spec = SimpleNamespace(
+            vocab_size=100, state_bytes=0, has_experts=False, sees_pictures=False
+        )
 
     def allocate_cache(
         self,

@@ -17,12 +17,14 @@ import torch
 import triton
 from ptx_machine.driver import TARGETS
 from support.engine.late_device import LateDevice
+from support.engine.picture_answers import write_pictured
 from support.kernels.kernel_gpu import gpu
 from support.kernels.packed_weights import random_packed
 from support.models import model_families
 from support.models.causal_models import random_model
 from triton.runtime.jit import JITFunction
 
+from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
@@ -37,6 +39,7 @@ from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.kernels_ahead import compile_adapters
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.served_model import open_served
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating
 from appliance.kernels.adapters.launch import add_adapters, plan_adapters
@@ -47,6 +50,7 @@ from appliance.kernels.int8_matmul import launch as int8_matmul
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.operations import Backend, Linear
 from appliance.kernels.packed_matmul.launch import TiledLinear
+from appliance.kernels.rows.ragged import RaggedBatch
 from appliance.kernels.weights.weight import Weight
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.adapters.torch_slots import TorchAdapterSlots
@@ -86,7 +90,7 @@ def engine_of(
     *,
     rounds_prompts: bool = False,
 ) -> LLMEngine:
-    source = open_model(model)
+    source = open_served(EngineConfig(model=str(model)))
     precision = Precision(
         CPU,
         torch.bfloat16,
@@ -241,6 +245,25 @@ def test_kernels_of_experts_are_compiled_ahead_for_steps_of_any_size(
             row = torch.zeros(num_rows, 64, dtype=torch.bfloat16)
             experts(row)
     assert {"logits_kernel", "route_kernel", "add_experts_kernel"} < {name for name, _ in at_load}
+    assert compiled == at_load, compiled[len(at_load) :]
+
+
+@pytest.mark.compiled
+def test_rows_that_see_all_of_their_picture_are_compiled_ahead(
+    target: str, tmp_path: Path, compiled: list[tuple[str, bool]]
+) -> None:
+    write_pictured("gemma3", tmp_path)
+    with gpu(TARGETS[target], has_compiled=False) as machine:
+        machine.executes = False  # nobody looks at what is said
+        engine = engine_of(tmp_path, KVFormat.BF16, lambda *_: None)
+        at_load = list(compiled)
+        assert isinstance(engine.runner, ModelRunner)
+        batch = RaggedBatch.of([20], [20], [[0]], block_size=32, device=CPU)
+        batch = replace(batch, prompts_from=0, sees=torch.full((20,), 20, dtype=torch.int32))
+        rows = torch.arange(20)
+        engine.runner.executor.forward(rows, rows, batch, engine.runner.cache, rows[:1])
+    # With windows and without, where rows see all of their picture and where there is none.
+    assert [name for name, _ in at_load].count("prefill_kernel") == 4
     assert compiled == at_load, compiled[len(at_load) :]
 
 

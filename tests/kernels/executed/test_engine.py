@@ -17,17 +17,27 @@ from msgspec.structs import replace as changed
 from ptx_machine.driver import PtxDriver
 from support.engine.adapter_requests import ref
 from support.engine.late_device import LateDevice
+from support.engine.picture_answers import (
+    Served,
+    by_transformers,
+    canvas_of,
+    prompt_of,
+    request_of,
+    write_pictured,
+)
 from support.engine.replaying import Answers, ReplayingSpeculator
 from support.models.expert_models import save_experts
 from support.models.lora import write_adapter
 from support.models.sure_models import TWO_LAYERS, write_sure_model
 from torch import Tensor
 
+from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.load.execution.torch_execution import TorchExecution
+from appliance.engine.load.pictures import open_pictures
 from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.nouns.moves import Rates
 from appliance.engine.nouns.request import Request
@@ -41,6 +51,7 @@ from appliance.engine.run.moves import HostMoves
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.served_model import open_served
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.attention import launch as attention_launch
 from appliance.kernels.attention.work import AttentionWork
@@ -66,8 +77,10 @@ def engine_of(
     limits: SchedulerLimits = LIMITS,
     dtype: torch.dtype = torch.float32,
     kv_format: KVFormat = KVFormat.FP32,
+    reads_pictures: bool = False,
 ) -> LLMEngine:
-    source = open_model(model)
+    config = EngineConfig(model=str(model), images=reads_pictures)
+    source = open_served(config)
     precision = Precision(
         CPU,
         dtype,
@@ -76,11 +89,18 @@ def engine_of(
         (LayerPrecision(kv_format),) * len(source.spec.cache_layers),
     )
     execution = TorchExecution(precision, backend)
+    pictured, _ = open_pictures(config, source, precision)
+    if pictured is not None:
+        most = limits.max_num_batched_tokens + pictured.spare_rows
+        limits = replace(limits, max_num_batched_tokens=most, spare_rows=pictured.spare_rows)
     executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
     cache = executor.allocate_cache(
         kv_format, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
     )
     device = LateDevice() if asynchronous else HostDevice()
+    pictures = None
+    if pictured is not None:
+        pictures = pictured.load(execution, device, 1, lambda stage, done, total: None)
     sampler = Sampler(
         (EOS,),
         execution.sample_tokens(
@@ -106,6 +126,7 @@ def engine_of(
         PromptReader(executor, execution.score_tokens, device),
         spare=Spare(NUM_BLOCKS) if asynchronous else None,
         adapters=None if adapters is None else adapters.slots,
+        pictures=None if pictures is None else pictures.encoded,
         graph_bytes=2**30,
     )
     runner.capture(lambda stage, done, total: None)
@@ -113,7 +134,9 @@ def engine_of(
     tiers = Tiers.none(blocks)
     scheduler = Scheduler(blocks, limits, (EOS,), look_ahead=asynchronous, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
-    return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info), adapters=adapters)
+    return LLMEngine(
+        scheduler, tiers, runner, cast(EngineInfo, info), adapters=adapters, pictures=pictures
+    )
 
 
 def request(
@@ -249,6 +272,24 @@ def test_latents_and_their_drafts_run_in_graphs(tmp_path: Path, kv_format: KVFor
     assert run(engine, *requests) == expected
     assert {size.rows_each for size in replayed} > {1}
     assert replayed <= {*graphs.captured}
+
+
+def test_rows_of_a_picture_see_all_of_it(tmp_path: Path) -> None:
+    """Beside an answer, whose steps are graphs."""
+    case, model = write_pictured("gemma3", tmp_path)
+    kernels = select_backend(torch.device("cuda"))
+    limits = replace(LIMITS, max_num_batched_tokens=24, context_length=96)
+    engine = engine_of(tmp_path, kernels, asynchronous=True, limits=limits, reads_pictures=True)
+    served = Served(case, model, engine, tmp_path)
+    pictures = [canvas_of(served, case.grids[0], seed) for seed in (1, 2, 3)]
+    prompts = {"one": pictures[:1], "two": pictures[1:]}
+    made = {name: prompt_of(canvases) for name, canvases in prompts.items()}
+    wanted = {(name, 0): by_transformers(served, made[name][0], prompts[name]) for name in prompts}
+    requests = [request_of(name, *made[name]) for name in prompts]
+    _, replayed = noting_replays(engine)
+    assert run(engine, *requests) == wanted
+    assert replayed
+    assert run(engine, requests[1]) == {("two", 0): wanted["two", 0]}
 
 
 # A capture writes codes of keys that no step computed, at which the interpreter warns.
