@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import sweeps
-from support.runs.sweeps import ROOT, code_of, digest, renew, unchanged
+from support.runs.sweeps import ROOT, besides_of, code_of, digest, renew, unchanged
 
 ALL = [str(file) for file in sweeps.files()]
 KERNEL_TEST = """
@@ -137,6 +137,7 @@ def test_nothing_is_written_down_of_a_part() -> None:
     [
         ("kernels/executed/test_adapters.py", "sm_86", "kernels/adapters/kernel.py"),
         ("model/test_packaged_models.py", "cpu_library and smollm2", "appliance/model/native.py"),
+        ("quant/run/test_resume.py", "full_disk and GPTQ", "quant/methods/gptq.py"),
     ],
 )
 def test_sweeps_load_no_module_that_is_not_seen(
@@ -157,6 +158,9 @@ json.dump(list(filter(None, files)), open({str(loaded)!r}, "w"))
         for path in found
         if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.exists()
     }
-    seen = {path.resolve() for path in code_of(file) | code_of(ROOT / "tests" / "conftest.py")}
+    seen = {
+        path.resolve()
+        for path in code_of(file, besides_of(file)) | code_of(ROOT / "tests" / "conftest.py")
+    }
     assert ours <= seen
     assert ROOT / sure in ours

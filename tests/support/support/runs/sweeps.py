@@ -41,7 +41,19 @@ SWEEPS: dict[str, tuple[str, ...]] = {
     "tests/model/test_packaged_models.py": (LIBRARY,),
     "tests/model/test_real_settings.py": (),
     "tests/model/fallback/test_*.py": (LIBRARY,),
-    "tests/quant/methods/test_quality_smollm2.py": ("quant/methods/*.py",),  # imported by name
+    # Methods are imported by name, and commands are run, which are found by theirs.
+    "tests/quant/**/test_*.py": (
+        LIBRARY,
+        "tests/quant/conftest.py",
+        "quant/**/*.py",
+        "quant/text/samples/*",
+        "appliance/tokenizer/*.py",  # whose names load on first use
+        "appliance/__main__.py",
+        "appliance/commands/quantize.py",
+        "appliance/commands/evaluate.py",
+        "appliance/commands/card.py",
+        "appliance/commands/repack.py",
+    ),
 }
 RECORD = ROOT / "tests" / "sweeps.json"
 ONE_IN = 48  # cases whose code has not changed, in each run
@@ -102,12 +114,14 @@ def renew(record: Path = RECORD, root: Path = ROOT) -> None:
 def digests(root: Path = ROOT) -> dict[str, str]:
     """Return the digest of each file, by its name from the root."""
     return {
-        str(file.relative_to(root)): digest(
-            file, tuple(beside for glob in besides for beside in root.glob(glob))
-        )
-        for pattern, besides in SWEEPS.items()
-        for file in sorted(root.glob(pattern))
+        str(file.relative_to(root)): digest(file, besides_of(file, root)) for file in files(root)
     }
+
+
+def besides_of(file: Path, root: Path = ROOT) -> tuple[Path, ...]:
+    """Return what a sweep runs besides the modules that it imports."""
+    globs = [glob for pattern in SWEEPS if file in root.glob(pattern) for glob in SWEEPS[pattern]]
+    return tuple(beside for glob in globs for beside in sorted(root.glob(glob)))
 
 
 def digest(file: Path, besides: Sequence[Path] = (), roots: tuple[Path, ...] = ROOTS) -> str:
