@@ -51,7 +51,11 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, which does not always end by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

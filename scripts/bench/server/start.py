@@ -1,6 +1,10 @@
 """Time the stages of a start, and fail if one takes twice as long as it did.
 
     scripts/benchmark start
+    scripts/benchmark start --sizes 0.1 0.5 4 12 --models FOLDER [--peer FOLDER]
+
+The second form measures models of so many gigabytes instead, see `start_sizes.py`; the folder of
+the peer has the package xllamacpp.
 
 Measures each stage of `appliance serve` on the packaged default model, `appliance --help`, and the
 memory of both processes once they are idle. Times are divided by a yardstick, so that the machine's
@@ -17,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -120,7 +125,19 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--port", type=int, default=8092)
+    parser.add_argument("--sizes", nargs="+", help="gigabytes of models")
+    parser.add_argument("--models", type=Path, help="folder for their files, with space for twice")
+    parser.add_argument("--peer", type=Path, help="folder that has the package xllamacpp")
     options = parser.parse_args()
+    if options.sizes:
+        from bench.server.start_sizes import measure
+
+        shared = (options.models, options.peer, options.port, options.repeats)
+        sizes = {size: measure(size, *shared) for size in options.sizes}
+        write_result(
+            options.out, {"benchmark": "start", "conditions": conditions(), "sizes": sizes}
+        )
+        return
     result = run(options)
     write_result(options.out, result)
     if late := slower(result["multiples"]):
