@@ -44,7 +44,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         (["serve", "--log-level", "loud"], 2, "one of debug, info, warning, error"),
         (["serve", "--prefix-caching", "--no-prefix-caching"], 2, "leave one out"),
         (["serve", "--kv-cache-dtype", "int3"], 2, "one of auto, fp32"),
-        (["serve", "--cpu-isa", "sse2"], 2, "one of auto, avx512"),
+        (["serve", "--cpu-isa", "sse2"], 2, "one of auto, amx, avx512"),
         (["serve", "--config", "/nowhere.toml"], 2, "no configuration file"),
         (["serve", "a", "--model", "b"], 2, "two models"),
         (["serve", "--min-quality", "bits<=4"], 2, "known are kld, kld-p99"),

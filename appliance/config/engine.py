@@ -144,9 +144,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_isa: Annotated[
         str,
         Setting(
-            "CPU instructions of the C library: auto, avx512, avxvnni, avx2, i8mm, neon or scalar.",
+            "Instructions of the C library: auto, amx, avx512, avxvnni, avx2, i8mm, neon, scalar.",
             Group.COMPUTE,
-            choices=("auto", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"),
+            choices=("auto", "amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"),
         ),
     ] = "auto"
     prompt_int8: Annotated[

@@ -44,21 +44,23 @@ FLAGS = (
     "-Wextra",
     "-Werror=implicit",
 )
+_AVX512 = (
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+)
 X86_FLAGS = {
     "scalar": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
-    "avx512": (
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mavx512vnni",
-        "-mprefer-vector-width=512",
-    ),
+    "avx512": _AVX512,
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 ARM_FLAGS = {
     "scalar": (),

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 27  # AP_ABI
+ABI = 28  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -30,8 +30,9 @@ class Isa(IntEnum):
     AVX2 = 1
     AVXVNNI = 2
     AVX512 = 3
-    NEON = 4
-    I8MM = 5
+    AMX = 4
+    NEON = 5
+    I8MM = 6
 
 
 class Format(IntEnum):

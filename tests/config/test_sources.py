@@ -119,7 +119,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[engine]\nblock_size = 24", "block_size must be one of 8, 16, 32, 64; got 24"),
         ("[engine]\ndevice = 'gpu'", "device must be one of auto, cpu, cuda; got 'gpu'"),
         ("[engine]\nkernels = 'c'", "one of auto, torch, reference"),
-        ("[engine]\ncpu_isa = 'sse2'", "one of auto, avx512, avxvnni, avx2, i8mm, neon, scalar"),
+        ("[engine]\ncpu_isa = 'sse2'", "auto, amx, avx512, avxvnni, avx2, i8mm, neon, scalar"),
         ("[engine]\ncpu_isas = 'avx2'", "did you mean 'cpu_isa'"),
         ("[engine]\nkv_disk = ''", "kv_disk must not be empty"),
         ("[engine]\nmax_num_seqs = 64\nmax_num_batched_tokens = 32", "(32) must not be less than"),

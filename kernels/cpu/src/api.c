@@ -1,4 +1,6 @@
 /* The C ABI: picks the kernels of one instruction set and owns the workspace. */
+#define _GNU_SOURCE /* syscall */
+
 #include "engine.h"
 #include "parts_api.h"
 
@@ -15,6 +17,7 @@ static const ap_kernels *const all_kernels[AP_NUM_ISAS] = {
     [AP_AVX2] = &ap_kernels_avx2,
     [AP_AVXVNNI] = &ap_kernels_avxvnni,
     [AP_AVX512] = &ap_kernels_avx512,
+    [AP_AMX] = &ap_kernels_amx,
 #elif defined(AP_ARM)
     [AP_NEON] = &ap_kernels_neon,
     [AP_I8MM] = &ap_kernels_i8mm,
@@ -62,6 +65,22 @@ int64_t ap_struct_bytes(const char *name) {
 
 #ifdef AP_X86
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define REQUEST_PERMISSION 0x1023 /* of arch_prctl: ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18              /* a state that is saved for threads with permission alone */
+
+/* Ask once for the process, whose threads then have the permission, too. */
+static int may_use_tiles(void) {
+    static _Atomic int answer; /* 1: no, 2: yes */
+    if (!answer) answer = 1 + !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+    return answer == 2;
+}
+#else
+static int may_use_tiles(void) { return 0; }
+#endif
 
 static uint64_t enabled_state(void) {
     uint32_t low, high;
@@ -72,11 +91,11 @@ static uint64_t enabled_state(void) {
 static int has(uint32_t word, int bit) { return word >> bit & 1; }
 
 static int cpu_has(int32_t isa) {
-    uint32_t a, b, c, d, subleaves, b7, c7, a71, unused;
+    uint32_t a, b, c, d, subleaves, b7, c7, d7, a71, unused;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, 27)) return 0; /* OSXSAVE */
     int has_fma = has(c, 12) && has(c, 29) && has(c, 28);         /* FMA, F16C, AVX */
     uint64_t state = enabled_state();
-    if (!__get_cpuid_count(7, 0, &subleaves, &b7, &c7, &d)) return 0;
+    if (!__get_cpuid_count(7, 0, &subleaves, &b7, &c7, &d7)) return 0;
     a71 = 0;
     if (subleaves >= 1) __get_cpuid_count(7, 1, &a71, &unused, &unused, &unused);
     int avx2 = has_fma && (state & 6) == 6 && has(b7, 5);
@@ -88,6 +107,9 @@ static int cpu_has(int32_t isa) {
         case AP_AVX512: /* F, DQ, BW, VL, VNNI, and the registers saved by the system */
             return avx2 && (state & 0xe6) == 0xe6 && has(b7, 16) && has(b7, 17) && has(b7, 30) &&
                    has(b7, 31) && has(c7, 11);
+        case AP_AMX: /* BF16, TILE, INT8 */
+            return cpu_has(AP_AVX512) && (state & 0x60000) == 0x60000 && has(d7, 22) &&
+                   has(d7, 24) && has(d7, 25) && may_use_tiles();
         default:
             return 0;
     }

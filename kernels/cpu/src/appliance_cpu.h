@@ -11,7 +11,7 @@
 #pragma GCC visibility push(default)
 
 #define AP_AXES 3 /* time, height and width */
-#define AP_ABI 27 /* changes with every change of a struct or a signature below */
+#define AP_ABI 28 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -29,9 +29,10 @@ typedef enum {
     AP_AVX2 = 1,
     AP_AVXVNNI = 2,
     AP_AVX512 = 3,
-    AP_NEON = 4, /* of ARM, with dot products */
-    AP_I8MM = 5,
-    AP_NUM_ISAS = 6,
+    AP_AMX = 4,  /* AVX-512 and tiles */
+    AP_NEON = 5, /* of ARM, with dot products */
+    AP_I8MM = 6,
+    AP_NUM_ISAS = 7,
 } ap_isa;
 
 #include "formats.h"

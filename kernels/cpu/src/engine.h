@@ -60,6 +60,7 @@ extern const ap_kernels ap_kernels_scalar;
 extern const ap_kernels ap_kernels_avx2;
 extern const ap_kernels ap_kernels_avxvnni;
 extern const ap_kernels ap_kernels_avx512;
+extern const ap_kernels ap_kernels_amx;
 #elif defined(AP_ARM)
 extern const ap_kernels ap_kernels_neon; /* with dot products */
 extern const ap_kernels ap_kernels_i8mm; /* and those of mixed signs */

@@ -143,14 +143,17 @@ static void place_inputs(step_state *s, const ap_linear *first, const ap_linear 
         int32_t rows = rows_of(c, i), count = second ? 2 : 1;
         int64_t at = rows_of_x ? 0 : (int64_t)c->first[i] * first->in_features;
         input *in = &c->inputs[i];
-        *in = input_of(linears, count, x + at, rows, memory);
+        *in = forms_of(linears, count);
+        for (int32_t f = 0; f < in->num_forms; f++)
+            in->forms[f].is_split = false; /* an expert has few rows */
+        place_forms(in, x + at, rows, memory);
         for (int32_t f = 0; f < in->num_forms; f++) {
+            memory += form_bytes(&in->forms[f], rows, in->width);
             if (in->forms[f].group)
                 in->forms[f].rows_of_x = rows_of_x ? rows_of_x + c->first[i] : NULL;
             else if (rows_of_x) /* floats are multiplied in place, so they must be contiguous */
                 in->forms[f].x = c->out + (int64_t)c->first[i] * first->in_features;
         }
-        memory += input_bytes(linears, count, rows);
     }
 }
 

@@ -24,7 +24,7 @@ static void run_columns(step_state *s, const ap_linear *linear, int32_t first, f
     const ap_linear *linears[] = {linear};
     s->in = input_of(linears, 1, s->inputs + first, s->rows, s->codes);
     for (int32_t i = 0; i < s->in.num_forms; i++) s->in.forms[i].stride = inputs_width(s->layer);
-    if (is_quantized(linear)) for_rows(s->engine, prepare_input_row, s, s->rows);
+    if (is_prepared(linear)) for_rows(s->engine, prepare_input_row, s, s->rows);
     linear_section section = {
         .linears = {linear},
         .in = {form_of(&s->in, linear)},

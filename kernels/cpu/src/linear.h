@@ -9,6 +9,7 @@
 #include "linear_dense.h"
 #include "linear_planes.h"
 #include "linear_rows.h"
+#include "linear_split.h"
 #include "linear_trellis.h"
 
 static void multiply_tiles(multiplication m) {
@@ -19,6 +20,10 @@ static void multiply_tiles(multiplication m) {
     }
     if (has_planes(w)) {
         multiply_in_planes(m);
+        return;
+    }
+    if (m.in->parts && multiplies_parts(w)) {
+        multiply_split(m);
         return;
     }
     switch (w->format) {

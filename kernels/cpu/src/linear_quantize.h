@@ -37,6 +37,10 @@ typedef struct {
     bool rotated;         /* in the quantized form: of a trellis */
     int8_t *codes;     /* block after block: (in_features / 4, rows of the block, 4), -127 .. 127 */
     row_scale *scales; /* block after block: (in_features / 16, rows of the block) */
+    /* (rows / 16, in_features / 32, INPUT_PARTS, 16, 32) bfloat16, both quotients rounded up: see
+     * linear_split.h; NULL: not split */
+    uint16_t *parts;
+    bool is_split;
 } rows_in;
 
 /* bytes of workspace for the quantized form of `rows` rows */

@@ -130,7 +130,7 @@ static void run_from(step_state *s, const ap_linear *linear, ap_place place, flo
     clipped_ends ends = {linear, out, linear->out_features};
     if (linear->bounds) for_rows(s->engine, clip_input_row, &clipped, s->rows);
     s->in = input_of(linears, 1, x, s->rows, s->codes);
-    if (is_quantized(linear)) for_rows(s->engine, prepare_input_row, s, s->rows);
+    if (is_prepared(linear)) for_rows(s->engine, prepare_input_row, s, s->rows);
     linear_section section = {
         .linears = {linear},
         .in = {form_of(&s->in, linear)},
@@ -225,6 +225,7 @@ static void run_experts_beside(step_state *s, const ap_norm *post_norm) {
     ap_advance(s->engine);
     for_rows(s->engine, norm_for_router_row, s, s->rows);
     s->in = input_of(&logits, 1, s->normed, s->rows, s->codes);
+    if (is_prepared(logits)) for_rows(s->engine, prepare_input_row, s, s->rows);
     run_router(s, logits, s->chosen.logits);
     for_rows(s->engine, norm_for_experts_row, s, s->rows);
     s->part = begin_partial(s, layer->mlp_is_part);

@@ -55,7 +55,7 @@ static ap_status multiply_rows(ap_engine *engine, const ap_linear *linear, const
     ap_status status = ap_reserve(engine, ap_claim_bytes(bytes));
     if (status || !rows) return status;
     input in = input_of(linears, 1, x, rows, ap_claim(engine, bytes));
-    if (is_quantized(linear)) for_rows(engine, prepare_head_row, &in, rows);
+    if (is_prepared(linear)) for_rows(engine, prepare_head_row, &in, rows);
     linear_section section = {
         .linears = {linear},
         .in = {form_of(&in, linear)},

@@ -59,6 +59,11 @@ static bool is_quantized(const ap_linear *linear) {
     return has_groups(linear);
 }
 
+/* True if rows take another form before they are multiplied. */
+static bool is_prepared(const ap_linear *linear) {
+    return is_quantized(linear) || multiplies_parts(linear);
+}
+
 static bool is_form_of(const rows_in *form, const ap_linear *linear) {
     if (!is_quantized(linear)) return !form->group;
     /* without offsets nothing is summed by group */
@@ -74,46 +79,63 @@ static const rows_in *form_of(const input *in, const ap_linear *linear) {
 }
 
 static void add_form(input *in, const ap_linear *linear) {
-    for (int32_t i = 0; i < in->num_forms; i++)
-        if (is_form_of(&in->forms[i], linear)) return;
-    rows_in *form = &in->forms[in->num_forms++];
+    int32_t i = 0;
+    while (i < in->num_forms && !is_form_of(&in->forms[i], linear)) i++;
+    rows_in *form = &in->forms[i];
+    form->is_split |= multiplies_parts(linear);
+    if (i < in->num_forms) return;
+    in->num_forms++;
     form->group = is_quantized(linear) ? linear->group : 0;
     form->order = is_quantized(linear) ? linear->input_order : NULL;
     form->rotated = is_trellis(linear);
 }
 
-/* The bytes that an input's quantized forms take. */
-static int64_t input_bytes(const ap_linear *const *linears, int32_t count, int32_t rows) {
-    input in = {0};
-    int64_t bytes = 0;
+static input forms_of(const ap_linear *const *linears, int32_t count) {
+    input in = {.width = linears[0]->in_features};
     for (int32_t i = 0; i < count; i++) add_form(&in, linears[i]);
-    for (int32_t i = 0; i < in.num_forms; i++)
-        if (in.forms[i].group)
-            bytes += quantized_bytes(rows, linears[0]->in_features, in.forms[i].group);
+    return in;
+}
+
+/* The bytes that a form takes beside its rows x. */
+static int64_t form_bytes(const rows_in *form, int32_t rows, int32_t width) {
+    return form->is_split ? split_bytes(rows, width) : quantized_bytes(rows, width, form->group);
+}
+
+/* The bytes that an input's forms take. */
+static int64_t input_bytes(const ap_linear *const *linears, int32_t count, int32_t rows) {
+    input in = forms_of(linears, count);
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < in.num_forms; i++) bytes += form_bytes(&in.forms[i], rows, in.width);
     return bytes;
 }
 
-/* Rows x as the input of linears of one width; `memory` has room for the quantized forms, which
- * `prepare_row` makes row by row. */
+/* Give an input its rows x, and `memory` with room for its forms. */
+static void place_forms(input *in, const float *x, int32_t rows, char *memory) {
+    for (int32_t i = 0; i < in->num_forms; i++) {
+        rows_in *form = &in->forms[i];
+        form->x = x;
+        form->stride = in->width;
+        form->rows = rows;
+        if (form->group) quantized_place(form, memory, in->width);
+        if (form->is_split) form->parts = (uint16_t *)(void *)memory;
+        memory += form_bytes(form, rows, in->width);
+    }
+}
+
+/* Rows x as the input of linears of one width; `memory` has room for the forms, which `prepare_row`
+ * makes row by row. */
 static input input_of(const ap_linear *const *linears, int32_t count, const float *x, int32_t rows,
                       char *memory) {
-    input in = {.width = linears[0]->in_features};
-    for (int32_t i = 0; i < count; i++) add_form(&in, linears[i]);
-    for (int32_t i = 0; i < in.num_forms; i++) {
-        rows_in *form = &in.forms[i];
-        form->x = x;
-        form->stride = in.width;
-        form->rows = rows;
-        if (!form->group) continue;
-        quantized_place(form, memory, in.width);
-        memory += quantized_bytes(rows, in.width, form->group);
-    }
+    input in = forms_of(linears, count);
+    place_forms(&in, x, rows, memory);
     return in;
 }
 
 static void prepare_row(input *in, int32_t row) {
-    for (int32_t i = 0; i < in->num_forms; i++)
+    for (int32_t i = 0; i < in->num_forms; i++) {
         if (in->forms[i].group) quantize_row(&in->forms[i], row, in->width);
+        if (in->forms[i].is_split) split_row(&in->forms[i], row, in->width);
+    }
 }
 
 /* ---- over the tiles of a linear ---- */
@@ -227,11 +249,13 @@ static void run_linear(ap_engine *engine, linear_section *s) {
     int32_t num_tiles = ceil_div(s->linears[0]->out_features, AP_LANES);
     s->row_chunks = ceil_div(rows, ROW_BLOCK);
     s->rows_per_chunk = ceil_div(rows, s->row_chunks);
+    if (s->in[0]->parts) s->rows_per_chunk = ceil_div(s->rows_per_chunk, TILE_ROWS) * TILE_ROWS;
     int64_t tile_work = in_features * AP_LANES * s->rows_per_chunk;
     int32_t pieces = PIECES_PER_THREAD * ap_pool_threads(engine->pool);
     s->tiles_per_chunk = ceil_div((int64_t)num_tiles * s->row_chunks, pieces);
     int32_t least = ceil_div(LEAST_WORK, tile_work);
     if (s->tiles_per_chunk < least) s->tiles_per_chunk = least;
+    if (s->in[0]->parts) s->tiles_per_chunk += s->tiles_per_chunk % DENSE_TILES;
     if (s->tiles_per_chunk > num_tiles) s->tiles_per_chunk = num_tiles;
     ap_pool_run(engine->pool, linear_chunk, s,
                 ceil_div(num_tiles, s->tiles_per_chunk) * s->row_chunks);

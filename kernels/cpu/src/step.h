@@ -253,7 +253,7 @@ static ap_status head(ap_engine *engine, const ap_model *model, const float *hid
     ap_status status = ap_reserve(engine, ap_claim_bytes(bytes));
     if ((status = started(engine, status)) || !rows) return status;
     input in = input_of(linears, 1, hidden, rows, ap_claim(engine, bytes));
-    if (is_quantized(&model->head)) for_rows(engine, prepare_head_row, &in, rows);
+    if (is_prepared(&model->head)) for_rows(engine, prepare_head_row, &in, rows);
     run_head(engine, model, &in, logits);
     ap_advance(engine);
     return ended(engine);

@@ -26,7 +26,7 @@ static void token_input_row(void *context, int32_t row) {
 static void make_token_inputs(step_state *s) {
     const ap_linear *projection = &s->model->token_inputs.projection;
     s->in = input_of(&projection, 1, s->stream, s->rows, s->codes);
-    if (is_quantized(projection)) for_rows(s->engine, prepare_input_row, s, s->rows);
+    if (is_prepared(projection)) for_rows(s->engine, prepare_input_row, s, s->rows);
     linear_section section = {
         .linears = {projection},
         .in = {form_of(&s->in, projection)},

@@ -51,7 +51,7 @@ SECTION(int32_t, linear)(ap_engine *engine, const ap_linear *linear, const float
     int64_t bytes = input_bytes(linears, 1, rows);
     if (ap_reserve(engine, bytes)) return AP_NO_MEMORY;
     input in = input_of(linears, 1, x, rows, ap_claim(engine, bytes));
-    if (is_quantized(linear)) for_rows(engine, quantize_input, &in, rows);
+    if (is_prepared(linear)) for_rows(engine, quantize_input, &in, rows);
     linear_section section = {
         .linears = {linear},
         .in = {form_of(&in, linear)},

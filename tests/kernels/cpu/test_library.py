@@ -145,11 +145,13 @@ def test_the_instruction_sets_are_those_that_the_compiler_sees(
 ) -> None:
     """The compiler's runtime decides: in an emulator /proc/cpuinfo is wrong."""
     avx2 = ["avx2", "fma", "f16c"]
+    avx512 = [*avx2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"]
     needs = {
         Isa.SCALAR: ["sse2"],
         Isa.AVX2: avx2,
         Isa.AVXVNNI: [*avx2, "avxvnni"],
-        Isa.AVX512: [*avx2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"],
+        Isa.AVX512: avx512,
+        Isa.AMX: [*avx512, "amx-tile", "amx-int8", "amx-bf16"],
     }
     functions = [
         f"int {isa.name.lower()}(void) {{ return "
