@@ -299,7 +299,7 @@ def _execution(config: EngineConfig, source: EncoderSource | ModelSource) -> Ite
             execution, request = request_memory(config, source)
             plan = plan_memory(request)
             words = f"{execution.name}, with a KV cache in {request.kv_format}"
-            _, notes = open_pictures(config, source, execution.precision)
+            _, notes = open_pictures(config, source)
     except ApplianceError as error:
         yield failed("execution", error, source.path)
         return

@@ -120,7 +120,8 @@ def _prefill_chunks(
         if not rows:  # padding
             continue
         begin = context - rows  # position of the chunk's first row
-        key = torch.arange(_first_key(begin, window), context).unsqueeze(0)
+        end = context if sees is None else int(sees[row + rows - 1])
+        key = torch.arange(_first_key(begin, window), end).unsqueeze(0)
         position = torch.arange(begin, context).unsqueeze(1)
         last = None if sees is None else sees[row : row + rows].unsqueeze(1) - 1
         chunks.append(

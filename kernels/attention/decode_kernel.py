@@ -34,7 +34,8 @@ def decode_kernel(
     halves_ptr,  # the pages as float16; this and the next four with "sealed" only
     open_pages_ptr,  # (num_open, num_kv_heads, page) int32: pages of 8 bits
     sealed_lens_ptr,  # (num_seqs,) int32, leading tokens in sealed pages
-    open_tables_ptr,  # (num_seqs, max_open) int32, the open blocks of the tokens after them
+    open_tables_ptr,  # (num_seqs, max_open) int32, the open blocks of the tokens after them, see
+    # `SealedSpans`
     open_tables_stride,
     sinks_ptr,  # (num_heads,) float32, or None
     spans_ptr,  # (capacity, SPAN_COLUMNS) int32

@@ -206,6 +206,7 @@ def paged_attention(
     if isinstance(cache, SealedBlocks):
         sealed = batch.sealed
         assert sealed is not None
+        assert sees is None or sealed.open_tables.stride(0) == 1, "they go on in the next rows"
         pages = cache.closed
         opened: tuple[Tensor | int | None, ...] = (
             pages.halves,

@@ -46,8 +46,7 @@ def paged_attention(
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: (num_heads,), for each head a score that counts in the softmax but has no value.
         sees: (num_tokens,) int32, the leading tokens that each row sees; see `RaggedBatch`. A
-            window counts back from the row itself. None is those up to its own. Not with a sealed
-            cache.
+            window counts back from the row itself. None is those up to its own.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -62,26 +61,29 @@ def paged_attention(
             continue
         table = blocks.tolist()
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
+        # The last row sees most, perhaps tokens that the next sequences have rows of.
+        end = context if sees is None else int(sees[row + rows - 1])
         if isinstance(cache, SealedBlocks):
             assert work.sealed is not None
-            assert sees is None
-            opened, closed_len = work.sealed.host_open_tables[i], work.sealed.host_lens[i]
-            k, v = cache.gather(table, opened, closed_len, context, dtype)
+            size, closed_len = cache.block_size, work.sealed.host_lens[i]
+            pieces = 1 + (end - 1) // size - (context - 1) // size
+            opened = sum(work.sealed.host_open_tables[i : i + pieces], ())
+            k, v = cache.gather(table, opened, closed_len, end, dtype)
         else:
-            k, v = cache.gather(table, context, dtype)
+            k, v = cache.gather(table, end, dtype)
         group = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(group, dim=1)  # (context, num_heads, head_dim)
+        k = k.repeat_interleave(group, dim=1)  # (end, num_heads, head_dim)
         v = v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         last = None if sees is None else sees[row : row + rows] - 1
-        seen = visible(context - rows, rows, context, window, last, device=query.device)
+        seen = visible(context - rows, rows, end, window, last, device=query.device)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
             sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, rows, 1)
             scores = torch.cat((scores, sink), dim=-1)
-        weights = scores.softmax(dim=-1)[..., :context]
+        weights = scores.softmax(dim=-1)[..., :end]
         out[row : row + rows] = torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
         row += rows
     return out
@@ -96,7 +98,7 @@ def visible(
     *,
     device: torch.device,
 ) -> Tensor:
-    """Return the keys that rows first .. first + rows - 1 see: (rows, context) bool.
+    """Return the keys, of `context`, that rows first .. first + rows - 1 see: (rows, context) bool.
 
     Args:
         last: (rows,), the last key that each sees; None is its own.

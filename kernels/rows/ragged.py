@@ -26,7 +26,9 @@ class SealedSpans:
     """The split of tokens between closed and open blocks; see `sealed_blocks`."""
 
     lens: Tensor  # (num_seqs,) int32, leading tokens in closed blocks, a multiple of 32
-    open_tables: Tensor  # (num_seqs, max_open) int32, open blocks of the tokens after them
+    # (num_seqs, max_open) int32, open blocks of the tokens after them. Those of rows that see into
+    # later blocks go on in the next sequences' rows, which are pieces of the same chunk.
+    open_tables: Tensor
     host_lens: tuple[int, ...]
     host_open_tables: tuple[tuple[int, ...], ...]
     # (num_tokens,) int64, open block * block size + offset, where each row's key and value go
@@ -89,7 +91,8 @@ class RaggedBatch:
 
     With a sealed cache the rows of a sequence lie in one block, which they read from its open
     block, and all blocks before it closed; a chunk that spans several is laid out as one sequence
-    for each. So what a row reads follows from its position, not from how its prompt was cut.
+    for each. So what a row reads follows from its position, not from how its prompt was cut. Rows
+    that see into later blocks read those from their open blocks, too: the step has all of them.
     """
 
     query_start: Tensor  # (num_seqs + 1,) int32
@@ -119,7 +122,7 @@ class RaggedBatch:
     axes: Tensor | None = None
     # (num_tokens,) int32, the leading tokens of its sequence that each row attends to in layers
     # whose rows see all of their picture; never fewer than for the row before. None: those up to
-    # its own.
+    # its own. A row of a sequence that decodes sees no more than that.
     sees: Tensor | None = None
 
     @property
@@ -138,6 +141,7 @@ class RaggedBatch:
         open_blocks: Sequence[Sequence[int]] | None = None,
         decode_rows: int = 1,
         state_slots: Sequence[int] | None = None,
+        sees: Sequence[int] | None = None,
     ) -> RaggedBatch:
         """Lay sequences side by side.
 
@@ -149,6 +153,7 @@ class RaggedBatch:
             open_blocks: of the blocks of each sequence's rows; with a sealed cache only.
             decode_rows: most rows of a sequence that decodes.
             state_slots: of each sequence's recurrent state, of models that have one.
+            sees: leading tokens that each row sees; None: those up to its own.
         """
         import torch
 
@@ -160,9 +165,12 @@ class RaggedBatch:
             query_lens, context_lens, block_tables, opened = cut_at_blocks(
                 query_lens, context_lens, block_tables, open_blocks, block_size
             )
+        ends = list(context_lens)  # of the tokens that any row sees
+        if sees is not None:
+            ends = [sees[row - 1] for row in accumulate(query_lens)]
         tables = tuple(
-            tuple(table[: -(-length // block_size)])
-            for table, length in zip(block_tables, context_lens, strict=True)
+            tuple(table[: -(-end // block_size)])
+            for table, end in zip(block_tables, ends, strict=True)
         )
         width = max(map(len, tables))
         slots = [
@@ -179,7 +187,15 @@ class RaggedBatch:
             context_lens=int32(context_lens),
             block_tables=int32([table + (0,) * (width - len(table)) for table in tables]),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-            num_decodes=len(list(takewhile(lambda rows: rows <= decode_rows, query_lens))),
+            num_decodes=sum(
+                takewhile(
+                    bool,
+                    (
+                        rows <= decode_rows and end == context
+                        for rows, end, context in zip(query_lens, ends, context_lens, strict=True)
+                    ),
+                )
+            ),
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
             sealed=_spans(query_lens, context_lens, tables, opened, block_size, device)
@@ -188,6 +204,7 @@ class RaggedBatch:
             decode_rows=decode_rows,
             state_slots=None if state_slots is None else int32(state_slots),
             host_state_slots=None if state_slots is None else tuple(state_slots),
+            sees=None if sees is None else int32(sees),
         )
 
     def within_chunks(self, chunk: int, block_size: int) -> RaggedBatch:
@@ -291,7 +308,7 @@ def _spans(
         slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
         moves=torch.tensor(
             [
-                (block, table[-1])
+                (block, table[context // block_size - 1])
                 for context, table, block in zip(context_lens, tables, opened, strict=True)
                 if context % block_size == 0
             ],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from support.engine.drafting import draft_always
 from support.engine.picture_answers import (
     HALF,
     IMAGE,
@@ -24,6 +25,7 @@ from support.engine.picture_answers import (
 )
 from support.gguf.picture_files import write_picture_files
 from support.gguf.projector_files import TYPES, as_published
+from support.models.eagle_heads import write_eagle
 from support.models.towers import TOWER_CASES, with_tower
 
 from appliance.config import EngineConfig
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.engine.engine import LLMEngine
+    from appliance.engine.nouns.picture import PromptPictures
+    from appliance.engine.nouns.request import Request
 
 MANY = 60
 
@@ -103,23 +107,72 @@ def test_answers_do_not_depend_on_how_they_are_computed(served: Served, name: st
         for place in range(4)
     }
     requests = [request_of(key, *made, MANY) for key, made in prompts.items()]
-    wanted = run(served.engine, requests)
-    settings = dict(SETTINGS[name])
+    assert_recomputed(served.engine, served.folder, requests, SETTINGS[name])
+
+
+def assert_recomputed(
+    engine: LLMEngine, folder: Path, requests: list[Request], settings: dict[str, Any]
+) -> None:
+    """Compare the answers of an engine with those of one with other settings, also from caches."""
+    wanted = run(engine, requests)
+    settings = dict(settings)
     if "kv_cache_memory" in settings:  # so little that sequences give way to each other
-        info = served.engine.info
-        longest = max(len(ids) for ids, _ in prompts.values()) + MANY
-        blocks = 2 * longest // info.block_size + 1
+        info = engine.info
+        lengths = [(len(one.prompt_token_ids), one.sampling.max_tokens or 0) for one in requests]
+        longest = max(map(sum, lengths))
+        blocks = 7 * longest // (4 * info.block_size)
         settings["kv_cache_memory"] = blocks * info.kv_bytes // info.num_blocks
         settings["max_model_len"] = longest
-    engine = load(served.folder, **settings)
+    other = load(folder, **settings)
     if "kv_cache_memory" in settings:  # encoded before, so that none waits until others are done
-        run(engine, [request_of(f"encodes {key}", *made, 1) for key, made in prompts.items()])
-    assert run(engine, requests) == wanted
+        for one in requests:
+            assert one.pictures is not None
+            ids = list(one.prompt_token_ids)
+            run(other, [request_of(f"encodes {one.request_id}", ids, one.pictures, 1)])
+    assert run(other, requests) == wanted
     if "kv_cache_memory" in settings:
-        assert engine.stats().preemptions_total > 0
-    engine.check_invariants()
-    assert run(engine, requests) == wanted  # from caches
+        assert other.stats().preemptions_total > 0
+    other.check_invariants()
+    assert run(other, requests) == wanted  # from caches
+    other.close()
+
+
+@pytest.mark.parametrize("served", ["gemma3", "gemma4"], indirect=True)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
+def test_answers_in_quantized_caches_do_not_depend_on_it_either(
+    served: Served, kv: str, name: str
+) -> None:
+    """The pictures lie across the end of a block."""
+    requests = []
+    for place in range(4):
+        ids, pictures = prompt_of([canvas_of(served, served.case.grids[0], 40 + place)])
+        words, (span,) = [3 + place] * 24, pictures.spans
+        spans = (msgspec.structs.replace(span, start=span.start + len(words)),)
+        assert spans[0].start < 32 < spans[0].stop
+        moved = msgspec.structs.replace(pictures, spans=spans)
+        requests.append(request_of(f"{place}", words + ids, moved, MANY))
+    engine = load(served.folder, kv_cache_dtype=kv)
+    assert_recomputed(engine, served.folder, requests, {"kv_cache_dtype": kv} | SETTINGS[name])
     engine.close()
+
+
+@pytest.mark.parametrize("served", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+def test_a_head_drafts_behind_pictures_whose_rows_see_each_other(served: Served, kv: str) -> None:
+    head = served.folder / "eagle"
+    if not head.exists():
+        write_eagle(served.folder, served.model.lm_head.weight.detach())
+    made = prompt_of([canvas_of(served, served.case.grids[0], 70 + place) for place in range(2)])
+    requests = [request_of("drafted", *made, 40)]
+    plain = load(served.folder, kv_cache_dtype=kv)
+    engine = load(served.folder, kv_cache_dtype=kv, speculate=f"eagle={head}")
+    draft_always(engine)
+    assert run(engine, requests) == run(plain, requests)
+    assert engine.stats().draft_tokens_total > 0
+    engine.check_invariants()
+    engine.close()
+    plain.close()
 
 
 def test_a_prompt_may_end_in_a_picture(served: Served) -> None:
@@ -151,6 +204,11 @@ def test_beams_after_a_picture_are_those_of_transformers(served: Served) -> None
         **inputs_of(served, ids, [canvas]), **beams, max_new_tokens=TOKENS, do_sample=False
     )
     engine = load(served.folder, max_num_batched_tokens=16, max_num_seqs=4)
+    assert beams_of(engine, ids, pictures) == dict(enumerate(found[:, len(ids) :].tolist()))
+    engine.close()
+
+
+def beams_of(engine: LLMEngine, ids: list[int], pictures: PromptPictures) -> dict[int, list[int]]:
     sampling = SamplingParams(
         use_beam_search=True,
         n=2,
@@ -164,8 +222,23 @@ def test_beams_after_a_picture_are_those_of_transformers(served: Served) -> None
     while engine.has_work:
         for delta in engine.step().deltas:
             answers[delta.index] = list(delta.token_ids)
-    assert answers == dict(enumerate(found[:, len(ids) :].tolist()))
-    engine.close()
+    return answers
+
+
+@pytest.mark.parametrize("served", ["gemma3", "gemma4"], indirect=True)
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
+def test_beams_in_quantized_caches_do_not_depend_on_how_a_prompt_is_cut(
+    served: Served, kv: str
+) -> None:
+    made = prompt_of([canvas_of(served, served.case.grids[0], 80 + place) for place in range(3)])
+    answers = []
+    for settings in {}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}:
+        engine = load(served.folder, kv_cache_dtype=kv, **settings)
+        answers += [beams_of(engine, *made), beams_of(engine, *made)]  # and from its cache
+        engine.check_invariants()
+        engine.close()
+    assert len(set(map(tuple, answers[0].values()))) == 2
+    assert answers[1:] == answers[:1] * 3
 
 
 def test_a_picture_is_encoded_once_and_no_other_is_taken_for_it(served: Served) -> None:

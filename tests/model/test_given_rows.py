@@ -12,7 +12,7 @@ from support.models.teacher_forcing import BLOCK_SIZE, one_sequence
 from support.models.whole_models import WHOLES, whole_model
 
 from appliance.kernels.backend import CPU, REFERENCE
-from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.kv_format import KVFormat, precisions
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.rows.ragged import GivenRows
 from appliance.model.loader import load_decoder
@@ -77,26 +77,27 @@ class Prompt:
     token_ids: list[int]
     given: GivenRows  # of all rows
     axes: torch.Tensor | None
-    sees: torch.Tensor | None
+    sees: list[int] | None
+    picture: range = PICTURE
 
     @classmethod
-    def of(cls, case: Case, hidden_size: int) -> Prompt:
+    def of(cls, case: Case, hidden_size: int, picture: range = PICTURE) -> Prompt:
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(3, 100, (LENGTH,), generator=generator).tolist()
-        count = len(PICTURE)
-        ids[PICTURE.start : PICTURE.stop] = [PADDING] * count
+        count = len(picture)
+        ids[picture.start : picture.stop] = [PADDING] * count
         sources = torch.full((LENGTH,), -1, dtype=torch.int32)
         # Not in their order: a row takes the one that it names.
         order = torch.randperm(count, generator=generator).int()
-        sources[PICTURE.start : PICTURE.stop] = order
+        sources[picture.start : picture.stop] = order
         embeddings = torch.randn(count, hidden_size, generator=generator)
         addends = None
         if case.addends:
             addends = torch.randn(case.addends, count, hidden_size, generator=generator)
         given = GivenRows(sources, embeddings, addends)
-        sees = torch.arange(1, LENGTH + 1, dtype=torch.int32)
-        sees[PICTURE.start : PICTURE.stop] = PICTURE.stop
-        return cls(ids, given, rope_axes() if case.sections else None, sees if case.ahead else None)
+        axes = rope_axes() if case.sections else None
+        sees = [picture.stop if place in picture else place + 1 for place in range(LENGTH)]
+        return cls(ids, given, axes, sees if case.ahead else None, picture)
 
 
 def beside_pictures(source: ModelSource, case: Case) -> ModelSource:
@@ -115,18 +116,26 @@ def beside_pictures(source: ModelSource, case: Case) -> ModelSource:
     return replace(source, spec=replace(source.spec, layers=tuple(layers)))
 
 
-def logits_of(decoder: Any, prompt: Prompt, chunks: Sequence[int]) -> torch.Tensor:
+def logits_of(
+    decoder: Any, prompt: Prompt, chunks: Sequence[int], kv_format: KVFormat = KVFormat.FP32
+) -> torch.Tensor:
     blocks = tuple(range(-(-LENGTH // BLOCK_SIZE)))
-    cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=len(blocks), block_size=BLOCK_SIZE)
+    sealed = kv_format.is_sealed
+    cache = decoder.allocate_cache(
+        precisions(kv_format, len(decoder.spec.cache_layers)),
+        num_blocks=len(blocks),
+        block_size=BLOCK_SIZE,
+        num_open=len(blocks) if sealed else 0,
+    )
     found, start = [], 0
     for rows in chunks:
         end = start + rows
-        batch = one_sequence(blocks, start, end, CPU_DEVICE)
+        sees = None if prompt.sees is None else prompt.sees[start:end]
+        batch = one_sequence(blocks, start, end, CPU_DEVICE, sealed=sealed, sees=sees)
         given = replace(prompt.given, sources=prompt.given.sources[start:end].contiguous())
         axes = None if prompt.axes is None else prompt.axes[:, start:end].contiguous()
         ids = torch.tensor(prompt.token_ids[start:end])
-        sees = None if prompt.sees is None else prompt.sees[start:end].contiguous()
-        batch = replace(batch, given=given, axes=axes, sees=sees)
+        batch = replace(batch, given=given, axes=axes)
         found.append(decoder.forward(ids, torch.arange(start, end), batch, cache))
         start = end
     return torch.cat(found)
@@ -139,8 +148,8 @@ def wanted_logits(model: Any, case: Case, prompt: Prompt) -> torch.Tensor:
     more: dict[str, Any] = {}
     with torch.no_grad():
         embeddings = embed(ids)  # with Gemma's scale
-        rows = prompt.given.sources[PICTURE.start : PICTURE.stop].long()
-        embeddings[PICTURE.start : PICTURE.stop] = prompt.given.embeddings[rows]
+        rows = prompt.given.sources[prompt.picture.start : prompt.picture.stop].long()
+        embeddings[prompt.picture.start : prompt.picture.stop] = prompt.given.embeddings[rows]
         if prompt.axes is not None:
             more["position_ids"] = prompt.axes.unsqueeze(1)
         if prompt.given.addends is not None:
@@ -149,20 +158,22 @@ def wanted_logits(model: Any, case: Case, prompt: Prompt) -> torch.Tensor:
         if case.kind == "gemma4":
             more["per_layer_inputs"] = text.get_per_layer_inputs(ids.unsqueeze(0), None)
         if case.ahead:
-            more["attention_mask"] = masks(case, text.config, embeddings.unsqueeze(0))
+            more["attention_mask"] = masks(case, prompt, text.config, embeddings.unsqueeze(0))
         hidden = text(inputs_embeds=embeddings.unsqueeze(0), use_cache=False, **more)
         logits: torch.Tensor = model.lm_head(hidden.last_hidden_state)[0]
     return logits
 
 
-def masks(case: Case, config: Any, embeddings: torch.Tensor) -> dict[str, torch.Tensor]:
+def masks(
+    case: Case, prompt: Prompt, config: Any, embeddings: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return the masks of layers by type, as the class around the text model makes them."""
     from transformers.models.gemma3 import modeling_gemma3
     from transformers.models.gemma4 import modeling_gemma4
 
     module = {"gemma3": modeling_gemma3, "gemma4": modeling_gemma4}[case.ahead]
     types = torch.zeros(1, LENGTH, dtype=torch.long)
-    types[0, PICTURE.start : PICTURE.stop] = 1
+    types[0, prompt.picture.start : prompt.picture.stop] = 1
     found: dict[str, torch.Tensor] = module.create_masks_for_vision_model(
         config=config,
         inputs_embeds=embeddings,
@@ -209,6 +220,28 @@ def test_given_rows_are_those_that_transformers_reads(
         torch.testing.assert_close(pieces, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("kv_format", [KVFormat.INT8, KVFormat.INT4_SEALED, KVFormat.K8V4])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ahead])
+def test_rows_see_their_picture_in_quantized_blocks(
+    name: str, kv_format: KVFormat, loader: str, save: Callable[[Any], Path]
+) -> None:
+    """Across the end of a block, which a sealed cache seals before they attend."""
+    case = CASES[name]
+    model = whole_model(case.kind, WHOLES[case.kind] | case.settings)
+    source = beside_pictures(open_model(save(model)), case)
+    prompt = Prompt.of(case, source.spec.hidden_size, range(23, 37))
+    decoder = LOADERS[loader](source)
+    wanted = wanted_logits(model, case, prompt)
+    found = logits_of(decoder, prompt, [LENGTH], kv_format)
+    blind = logits_of(decoder, replace(prompt, sees=None), [LENGTH], kv_format)
+    lost = (found - wanted).square().mean()
+    assert lost < (0.02 if kv_format is KVFormat.INT8 else 0.05) * (blind - wanted).square().mean()
+    for cut in prompt.picture.start, prompt.picture.stop:
+        pieces = logits_of(decoder, prompt, [cut, LENGTH - cut], kv_format)
+        assert (pieces - found).square().mean() < 0.01 * lost
+
+
 @pytest.mark.parametrize("fault", ["source", "addends", "no embeddings"])
 def test_rows_given_from_nowhere_are_refused(fault: str, save: Callable[[Any], Path]) -> None:
     case = CASES["interleaved"]
@@ -224,16 +257,19 @@ def test_rows_given_from_nowhere_are_refused(fault: str, save: Callable[[Any], P
         logits_of(LOADERS["native"](source), replace(prompt, given=given), [LENGTH])
 
 
+@pytest.mark.parametrize("kv_format", [KVFormat.FP32, KVFormat.INT4_SEALED])
 @pytest.mark.parametrize("fault", ["own", "order", "beyond"])
-def test_sights_that_no_prompt_has_are_refused(fault: str, save: Callable[[Any], Path]) -> None:
+def test_sights_that_no_prompt_has_are_refused(
+    fault: str, kv_format: KVFormat, save: Callable[[Any], Path]
+) -> None:
     case = CASES["ahead"]
     source = beside_pictures(open_model(save(whole_model(case.kind, WHOLES[case.kind]))), case)
     prompt = Prompt.of(case, source.spec.hidden_size)
     assert prompt.sees is not None
-    sees = prompt.sees.clone()
+    sees = list(prompt.sees)
     row, seen = {"own": (3, 3), "order": (PICTURE.start + 1, PICTURE.stop - 1), "beyond": (39, 41)}[
         fault
     ]
     sees[row] = seen
     with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
-        logits_of(LOADERS["native"](source), replace(prompt, sees=sees), [LENGTH])
+        logits_of(LOADERS["native"](source), replace(prompt, sees=sees), [LENGTH], kv_format)

@@ -110,7 +110,7 @@ def load_llm_engine(
     device = device or execution.step_device(threads)
     draft = open_draft(config, source, execution)
     check_speculation(config, execution, device)
-    pictures, why_none = open_pictures(config, source, execution.precision)
+    pictures, why_none = open_pictures(config, source)
     notes += why_none
     if pictures is not None:
         config = pictures.with_room(config)

@@ -62,7 +62,7 @@ def request_memory(
     execution = _execution_on(config, source, gpu_bytes)
     draft = open_draft(config, source, execution)
     num_open = _num_open_on(config, execution.precision)
-    pictures, _ = open_pictures(config, source, execution.precision)
+    pictures, _ = open_pictures(config, source)
     if pictures is not None:
         config = pictures.with_room(config)
     return execution, _request(config, source, execution, num_open, draft, pictures, gpu_bytes)

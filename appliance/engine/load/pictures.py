@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.config import EngineConfig
-    from appliance.engine.devices import Precision
     from appliance.engine.load.execution.execution import Execution
     from appliance.engine.memory.plan import MemoryRequest
     from appliance.engine.run.device import Device
@@ -129,12 +128,9 @@ class PictureSource:
 
 
 def open_pictures(
-    config: EngineConfig, source: ModelSource, precision: Precision
+    config: EngineConfig, source: ModelSource
 ) -> tuple[PictureSource | None, tuple[str, ...]]:
     """Open processor and tower of a model.
-
-    Args:
-        precision: of the model as it is executed.
 
     Returns:
         None if the model has none, or one that cannot be run, with notes on why.
@@ -145,7 +141,7 @@ def open_pictures(
     if projector is None and source.path.is_file():
         return None, _how_to_add(source)
     try:
-        found, why = _opened(config, source, precision, projector)
+        found, why = _opened(config, source, projector)
     except ModelError as error:
         if config.mmproj:
             raise
@@ -170,7 +166,7 @@ def _chosen(model: Path) -> tuple[str, ...]:
 
 
 def _opened(
-    config: EngineConfig, source: ModelSource, precision: Precision, projector: Path | None
+    config: EngineConfig, source: ModelSource, projector: Path | None
 ) -> tuple[PictureSource | None, str | None]:
     """Open processor and tower; say why not if there is a tower that cannot be run.
 
@@ -192,8 +188,6 @@ def _opened(
         return None, why
     if tower.spec.rows_see_ahead is SeesAhead.NOWHERE:
         return PictureSource(processor, tower, source), None
-    if (why := _why_blind(precision)) is not None:
-        return None, f"rows of a picture see each other in this model, {why}"
     rule = processor.size_rule
     assert isinstance(rule, FixedRule | BudgetRule), "of a family whose rows see each other"
     return PictureSource(processor, tower, source, rule.most_rows), None
@@ -216,16 +210,6 @@ def _why_not(config: EngineConfig, source: ModelSource) -> str | None:
         return "ranks divide this model, and only a process alone reads them"
     if source.fallback is not None:
         return f"transformers' modules run the text of {source.path.name}"
-    return None
-
-
-def _why_blind(precision: Precision) -> str | None:
-    """Say why rows of pictures cannot see each other."""
-    if any(layer.format.is_sealed for layer in precision.kv_layers):
-        return (
-            f"and a cache in {precision.kv_in_words()} seals each block before the next; take"
-            " --kv-cache-dtype int8"
-        )
     return None
 
 

@@ -82,6 +82,7 @@ class Geometry:
         *,
         may_adapt: bool = False,
         has_axes: bool = False,
+        sees_pictures: bool = False,
     ) -> Geometry:
         """Lay out a plan's entries, padded to a size with the spare block.
 
@@ -89,6 +90,7 @@ class Geometry:
 
         Args:
             may_adapt: requests may have adapters.
+            sees_pictures: rows of prompts see rows behind them; of an unpadded step.
         """
         query_lens = [entry.num_tokens for entry in plan.scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
@@ -108,6 +110,9 @@ class Geometry:
                 pieces = zip(adapter_slots, plan.open_blocks, strict=True)
                 adapter_slots = [slot for slot, opened in pieces for _ in opened]
         num_decodes = next((i for i, rows in enumerate(query_lens) if rows > 1), len(query_lens))
+        if sees_pictures:  # a piece of a prompt with one row decodes nothing
+            assert size is None
+            num_decodes = plan.num_single_rows
         if size is None:
             return cls(
                 query_lens,

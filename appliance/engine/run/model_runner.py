@@ -200,6 +200,7 @@ class ModelRunner(Generic[AnyCache]):
             size,
             may_adapt=may_adapt,
             has_axes=self._has_axes,
+            sees_pictures=sees is not None,
         )
         shape, settings = stage(
             plan.scheduled, geometry, self._staging, self._sampler, self._places

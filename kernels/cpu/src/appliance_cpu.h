@@ -307,7 +307,8 @@ typedef struct {
                           * position is all three */
     const int32_t *sees; /* (num_tokens,), leading tokens of its sequence that a row sees in layers
                           * with sees_picture, never fewer than for the row before; NULL: those up
-                          * to its own. Not with open_blocks */
+                          * to its own. With open_blocks, tokens behind a sequence's block belong to
+                          * the next sequences, which go on with its tokens */
 } ap_batch;
 
 /* The sampling parameters of each row, arrays of num_rows. */

@@ -14,7 +14,8 @@ typedef struct {
     int32_t first_row;
     int32_t rows;
     int32_t first_split;
-    int32_t end_split; /* a sealed layer's last split is the open block */
+    int32_t end_split;
+    int32_t open_splits; /* of them, a sealed layer's last ones, of open blocks */
     int32_t first_part; /* number of its first split among those computed alone, or -1 */
     _Atomic int32_t left; /* splits not computed yet, if they are computed alone */
 } attention_block;
@@ -58,9 +59,11 @@ static visible_tokens seen_by(const ap_attention *a, const ap_batch *batch, int3
     return (visible_tokens){first, a->window && ahead < end ? ahead : end};
 }
 
-/* Tokens that a sealed layer reads from blocks: a row reads its own block in the open form. */
-static visible_tokens before_block(const ap_cache *cache, visible_tokens seen) {
-    int32_t own = (seen.last - 1) / cache->block_size * cache->block_size;
+/* Tokens that a sealed layer reads from sealed blocks: a row reads its own block, and those behind
+ * it, in the open form. The rows of a sequence lie in one block. */
+static visible_tokens before_block(const ap_cache *cache, const ap_batch *batch, int32_t seq,
+                                   visible_tokens seen) {
+    int32_t own = (batch->context_lens[seq] - 1) / cache->block_size * cache->block_size;
     return (visible_tokens){seen.first < own ? seen.first : own, own};
 }
 
@@ -97,9 +100,13 @@ static int64_t cut_attention(const ap_attention *a, const ap_cache *cache, bool 
             block.rows = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
             visible_tokens first = seen_by(a, batch, seq, row);
             visible_tokens last = seen_by(a, batch, seq, row + block.rows - 1);
-            if (sealed) first = last = before_block(cache, first);
+            if (sealed) {
+                int32_t end = last.last;
+                first = last = before_block(cache, batch, seq, first);
+                block.open_splits = end_split((visible_tokens){0, end - last.last});
+            }
             block.first_split = first_split(first);
-            block.end_split = end_split(last) + sealed;
+            block.end_split = end_split(last) + block.open_splits;
             atomic_init(&block.left, block.end_split - block.first_split);
             for (block.kv_head = 0; block.kv_head < a->num_kv_heads; block.kv_head++) {
                 place_block(&block, quota, size, blocks, chunks);
@@ -151,22 +158,20 @@ static int64_t attend_bytes(const ap_engine *engine, const ap_attention *a, cons
     return place_run(engine, a, size, NULL, NULL);
 }
 
-/* Divide the tokens that a sealed layer's rows see into those of sealed blocks and of the open
- * block. */
-static void open_last_block(const attention_run *run, const attention_block *block, float scale,
+/* Divide the tokens that a sealed layer's rows see into those of sealed blocks and of open ones. */
+static void open_last_blocks(const attention_run *run, const attention_block *block, float scale,
                             attention_scratch *scratch) {
     query_block *b = &scratch->block, *open = &scratch->open;
     int32_t dim = run->attention->head_dim;
-    visible_tokens before = before_block(run->cache, b->any);
+    visible_tokens before = before_block(run->cache, run->batch, block->seq, b->any);
     *open = *b;
     open->store = open_blocks_of(run->cache, run->layer, dim);
-    scratch->open_block = run->batch->open_blocks[block->seq];
-    open->block_table = &scratch->open_block;
+    open->block_table = run->batch->open_blocks + block->seq; /* on into the next sequences' */
     for (int32_t m = 0; m < b->rows; m++) {
         visible_tokens seen = b->seen[m];
         int32_t first = seen.first - before.last;
         open->seen[m] = (visible_tokens){first < 0 ? 0 : first, seen.last - before.last};
-        b->seen[m] = before_block(run->cache, seen);
+        b->seen[m] = before_block(run->cache, run->batch, block->seq, seen);
         prepare_query(AP_INT8, b->query[m].query, dim, scale,
                       scratch->open_query_parts + 2 * dim * m, &open->query[m]);
     }
@@ -202,7 +207,7 @@ static void open_block(const attention_run *run, const attention_block *block,
                       scratch->query_parts + 2 * dim * m, &b->query[m]);
     }
     b->any = (visible_tokens){b->seen[0].first, b->seen[b->rows - 1].last};
-    if (sealed) open_last_block(run, block, scale, scratch);
+    if (sealed) open_last_blocks(run, block, scale, scratch);
 }
 
 static void attend_chunk(void *context, int32_t number, int32_t worker) {
@@ -212,32 +217,32 @@ static void attend_chunk(void *context, int32_t number, int32_t worker) {
     attention_scratch *scratch = &run->scratch[worker];
     open_block(run, block, scratch);
     const query_block *b = &scratch->block;
-    bool sealed = is_sealed(b->store.format), begun[MOST_ROWS] = {false};
-    int32_t end = block->end_split - sealed; /* of the splits of blocks */
+    bool begun[MOST_ROWS] = {false};
+    int32_t end = block->end_split - block->open_splits; /* of the splits of blocks */
     if (chunk->split < 0) {
         for (int32_t split = block->first_split; split < end; split++) {
             attend_split(b, split, scratch, scratch->partial);
             merge_split(b, split, scratch->partial, scratch->merged, begun);
         }
-        if (sealed) {
-            attend_split(&scratch->open, 0, scratch, scratch->partial);
-            merge_split(&scratch->open, 0, scratch->partial, scratch->merged, begun);
+        for (int32_t split = 0; split < block->open_splits; split++) {
+            attend_split(&scratch->open, split, scratch, scratch->partial);
+            merge_split(&scratch->open, split, scratch->partial, scratch->merged, begun);
         }
         finish_rows(b, scratch->merged);
         return;
     }
     int64_t stride = (int64_t)MOST_ROWS * partial_stride(run->attention->head_dim);
     float *partials = run->partials + block->first_part * stride;
-    bool of_open = sealed && chunk->split == end;
-    attend_split(of_open ? &scratch->open : b, of_open ? 0 : chunk->split, scratch,
-                 partials + (chunk->split - block->first_split) * stride);
+    bool of_open = chunk->split >= end;
+    attend_split(of_open ? &scratch->open : b, of_open ? chunk->split - end : chunk->split,
+                 scratch, partials + (chunk->split - block->first_split) * stride);
     /* the last thread to finish merges */
     if (atomic_fetch_sub_explicit(&block->left, 1, memory_order_acq_rel) > 1) return;
     for (int32_t split = block->first_split; split < end; split++)
         merge_split(b, split, partials + (split - block->first_split) * stride, scratch->merged,
                     begun);
-    if (sealed)
-        merge_split(&scratch->open, 0, partials + (end - block->first_split) * stride,
+    for (int32_t split = 0; split < block->open_splits; split++)
+        merge_split(&scratch->open, split, partials + (end + split - block->first_split) * stride,
                     scratch->merged, begun);
     finish_rows(b, scratch->merged);
 }

@@ -14,7 +14,7 @@ enum { HIGHEST_AT = 0, SUM_AT = 16, VALUES_AT = 32 };
 INLINE int32_t partial_stride(int32_t head_dim) { return VALUES_AT + head_dim; }
 
 /* Rows of one KV head that read its pages together. In a sealed layer there are two: one for the
- * pages of sealed blocks, then one for those of the open block. */
+ * pages of sealed blocks, then one for those of open blocks. */
 typedef struct {
     const ap_attention *attention;
     page_store store;
@@ -43,7 +43,6 @@ typedef struct {
     uint8_t weight_parts[MOST_ROWS * 2 * TILE_TOKENS];
     query_block block;
     query_block open; /* sealed layers */
-    int32_t open_block;
 } attention_scratch;
 
 INLINE int32_t first_split(visible_tokens seen) { return seen.first / SPLIT_TOKENS; }

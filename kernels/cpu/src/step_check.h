@@ -113,10 +113,26 @@ static bool embeddings_fit(const ap_model *model, const ap_batch *batch) {
     return true;
 }
 
-/* True if the rows of each sequence see tokens that it has, and none fewer than the row before. */
-static bool sights_fit(const ap_batch *batch) {
+/* True if the sequences after one go on with its tokens, up to so many, in the blocks of its
+ * table. */
+static bool goes_on(const ap_cache *cache, const ap_batch *batch, int32_t seq, int32_t tokens) {
+    const int32_t *table = batch->block_tables + (int64_t)seq * batch->table_width;
+    for (int32_t end = batch->context_lens[seq]; end < tokens; end = batch->context_lens[seq]) {
+        if (!batch->open_blocks || ++seq == batch->num_seqs) return false;
+        int32_t rows = batch->query_start[seq + 1] - batch->query_start[seq];
+        if (!rows || batch->context_lens[seq] - rows != end) return false;
+        int32_t block = (batch->context_lens[seq] - 1) / cache->block_size;
+        if (block >= batch->table_width || block != end / cache->block_size) return false;
+        if (end % cache->block_size) return false;
+        if (table[block] != batch->block_tables[(int64_t)seq * batch->table_width + block])
+            return false;
+    }
+    return true;
+}
+
+/* True if the rows of each sequence see tokens that exist, and none fewer than the row before. */
+static bool sights_fit(const ap_cache *cache, const ap_batch *batch) {
     if (!batch->sees) return true;
-    if (batch->open_blocks) return false;
     for (int32_t i = 0; i < batch->num_seqs; i++) {
         int32_t start = batch->query_start[i], end = batch->query_start[i + 1];
         int32_t seen = 0, own = batch->context_lens[i] - (end - start);
@@ -124,7 +140,7 @@ static bool sights_fit(const ap_batch *batch) {
             if (batch->sees[row] < seen || batch->sees[row] <= own++) return false;
             seen = batch->sees[row];
         }
-        if (seen > batch->context_lens[i]) return false;
+        if (!goes_on(cache, batch, i, seen)) return false;
     }
     return true;
 }
@@ -157,7 +173,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= tokens) return AP_BAD_ARGUMENT;
         if (!position_fits(model, batch->positions[i])) return AP_BAD_ARGUMENT;
     }
-    if (!places_fit(cache, batch) || !sights_fit(batch)) return AP_BAD_ARGUMENT;
+    if (!places_fit(cache, batch) || !sights_fit(cache, batch)) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; i < model->num_layers; i++) {
         const ap_layer *layer = &model->layers[i];
         if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;

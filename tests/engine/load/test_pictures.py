@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from support.gguf.picture_files import write_picture_files
 from support.gguf.projector_files import write_projector
 from support.models.towers import TOWER_CASES, with_tower
 
 from appliance.config import EngineConfig
-from appliance.engine.load.execution.choice import choose_execution
 from appliance.engine.load.pictures import PictureSource, open_pictures
 from appliance.engine.served_model import open_served
 from appliance.errors import CheckpointError, ConfigError
@@ -22,7 +20,6 @@ from appliance.media.sizing import TokenRange
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.model.source import ModelSource
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -32,7 +29,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
 }
 REASONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("gemma3", PROCESSORS["gemma3"], {"kv_cache_dtype": "int4"}, "take --kv-cache-dtype int8"),
     ("qwen3_vl", {}, {}, "has neither preprocessor_config.json nor"),
     ("qwen3_vl", {"image_processor_type": "Unheard"}, {}, "Unheard"),
     ("qwen3_vl", PROCESSORS["qwen3_vl"], {"ranks": 2}, "ranks divide this model"),
@@ -46,16 +42,12 @@ def write(kind: str, processor: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def opened(config: EngineConfig, source: ModelSource) -> tuple[PictureSource | None, Any]:
-    return open_pictures(config, source, choose_execution(config, source, 1)[0].precision)
-
-
 @pytest.mark.parametrize(("kind", "processor", "settings", "why"), REASONS)
 def test_what_cannot_be_read_is_said(
     kind: str, processor: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     config = EngineConfig(model=str(write(kind, processor, tmp_path)), device="cpu", **settings)
-    found, notes = opened(config, open_served(config))
+    found, notes = open_pictures(config, open_served(config))
     assert found is None
     (note,) = notes
     assert note.startswith("pictures are not read, and texts are served alone: ")
@@ -66,24 +58,18 @@ def test_rows_that_see_each_other_need_room(tmp_path: Path) -> None:
     folder = write("gemma3", PROCESSORS["gemma3"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu")
     source = open_served(config)
-    found, _ = opened(config, source)
+    found, _ = open_pictures(config, source)
     assert found is not None
     assert found.uncut_rows == 16
     room = found.with_room(config).max_num_batched_tokens
     assert room == config.max_num_batched_tokens + 15
-    precision = choose_execution(config, source, 1)[0].precision
-    on_gpu = replace(precision, device=torch.device("cuda"))
-    found, notes = open_pictures(config, source, on_gpu)
-    assert found is not None
-    assert found.uncut_rows == 16
-    assert not notes
 
 
 def test_a_tower_is_counted_and_can_be_left_out(tmp_path: Path) -> None:
     folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu")
     source = open_served(config)
-    found, notes = opened(config, source)
+    found, notes = open_pictures(config, source)
     assert found is not None
     assert not notes
     stored = found.tower.weights
@@ -93,7 +79,7 @@ def test_a_tower_is_counted_and_can_be_left_out(tmp_path: Path) -> None:
     assert not any("are left out" in note for note in source.weights.notes())
     alone = EngineConfig(model=str(folder), device="cpu", images=False)
     texts = open_served(alone)
-    assert opened(alone, texts) == (None, ())
+    assert open_pictures(alone, texts) == (None, ())
     assert not texts.spec.has_axes
     assert any("are left out" in note for note in texts.weights.notes())
 
@@ -116,7 +102,7 @@ def test_a_senseless_range_of_rows_is_refused(text: str, why: str, tmp_path: Pat
     folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", image_tokens=text)
     with pytest.raises(ConfigError, match=f"image_tokens is '{text}', but {why}"):
-        opened(config, open_served(config))
+        open_pictures(config, open_served(config))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +115,7 @@ def test_a_range_of_rows_is_read_and_kept(
     assert TokenRange.of(text) == (least, most)
     folder = write("qwen3_vl", PROCESSORS["qwen3_vl"], tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", image_tokens=text)
-    found, _ = opened(config, open_served(config))
+    found, _ = open_pictures(config, open_served(config))
     assert found is not None
     for size in ((40, 40), (300, 500), (3000, 2000)):
         rows = found.processor.rows(found.processor.canvases(*size))
@@ -142,7 +128,7 @@ HALF |= {"size": {"longest_edge": 112}}
 
 def load(path: Path, **settings: Any) -> tuple[PictureSource | None, Any]:
     config = EngineConfig(model=str(path), device="cpu", **settings)
-    return opened(config, open_served(config))
+    return open_pictures(config, open_served(config))
 
 
 def test_a_projector_file_beside_a_gguf_model_is_taken_and_counted(tmp_path: Path) -> None:

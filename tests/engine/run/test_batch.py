@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 import torch
 
 from appliance.engine.nouns.moves import StateMoves
@@ -145,6 +146,24 @@ def test_a_padded_step_seals_only_what_is_full() -> None:
     assert (first, padding) == (20 * 16 + 15, 30 * 16)
     assert chunks[:20] == [350, 351, *range(352, 368), 368, 369]
     assert chunks[20:] == list(range(480, 492))
+
+
+@pytest.mark.parametrize(("sees_pictures", "decodes"), [(False, 2), (True, 1)])
+def test_a_row_alone_in_its_block_that_may_see_the_next_one_does_not_decode(
+    sees_pictures: bool, decodes: int
+) -> None:
+    decoding = sequence(list(range(100, 116)), [7], 1)
+    chunk = sequence(list(range(200, 250)), [4, 5, 6, 1], 2)
+    plan = Plan(
+        (
+            ScheduledSequence(decoding, start=15, num_tokens=1, samples=True),
+            ScheduledSequence(chunk, start=15, num_tokens=20, samples=False),
+        ),
+        open_blocks=((20,), (21, 22, 23)),
+    )
+    geometry = Geometry.of(plan, 16, sees_pictures=sees_pictures)
+    assert geometry.query_lens == [1, 1, 16, 3]
+    assert geometry.num_decodes == decodes
 
 
 def test_each_sequence_names_its_state_slot() -> None:

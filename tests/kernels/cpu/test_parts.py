@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.cache.kv_format import KVFormat
+from appliance.kernels.cache.decoder_cache import allocate_layer
+from appliance.kernels.cache.kv_cache import KVBlocks, KVPages
+from appliance.kernels.cache.kv_format import KVFormat, LayerPrecision
+from appliance.kernels.cache.sealed_blocks import SealedBlocks
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import NativeEngine
@@ -27,6 +30,10 @@ BLOCK_SIZE = 32
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
 
 
 class Parts:
@@ -153,3 +160,82 @@ def test_attention_of_one_layer_equals_the_reference(parts: Parts) -> None:
             sinks=sinks,
         )
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("kv_format", [KVFormat.INT4_SEALED, KVFormat.K8V4, KVFormat.INT8])
+def test_rows_of_a_picture_see_all_of_it_in_open_blocks(
+    parts: Parts, kv_format: KVFormat, window: int | None
+) -> None:
+    """Beside another sequence; the picture is longer than one split of a sequence's tokens."""
+    heads, kv_heads, dim, picture = 4, 2, 16, range(63, 380)
+    blocks, ends = 16, [400, 70]
+    struct = AttentionStruct(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        window=window or 0,
+        scale=0.3,
+        sees_picture=1,
+    )
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
+    tables, opened = [table[:13], table[13:]], [*reversed(range(blocks))]
+    native = NativeCache(
+        parts.engine.library,
+        kv_format,
+        [(kv_heads, dim)],
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        num_open=blocks,
+    )
+    plain = allocate_layer(
+        REFERENCE.allocate_cache,
+        LayerPrecision(kv_format),
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        num_open=blocks,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        device=torch.device("cpu"),
+    )
+    for starts, stops in (([0, 0], [63, 69]), ([63, 69], ends)):
+        seen = [
+            place + 1 if number or place not in picture else picture.stop
+            for number, (start, stop) in enumerate(zip(starts, stops, strict=True))
+            for place in range(start, stop)
+        ]
+        batch = RaggedBatch.of(
+            [stop - start for start, stop in zip(starts, stops, strict=True)],
+            stops,
+            tables,
+            block_size=BLOCK_SIZE,
+            device=torch.device("cpu"),
+            open_blocks=[
+                [opened[at + block] for block in range(start // 32, (stop - 1) // 32 + 1)]
+                for at, start, stop in zip((0, 13), starts, stops, strict=True)
+            ],
+            sees=seen,
+        )
+        qkv = random(len(seen), heads + 2 * kv_heads, dim, seed=sum(stops))
+        tokens = torch.zeros(len(seen), dtype=torch.int64)
+        found = attend_layer(
+            parts.engine, struct, native, 0, batch_struct(tokens, tokens, batch, None), qkv
+        )
+        query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        assert batch.sealed is not None
+        assert batch.sealed.moves is not None
+        if isinstance(plain, SealedBlocks):
+            assert batch.sealed.slot_mapping is not None
+            REFERENCE.write_kv(key, value, plain.open, batch.sealed.slot_mapping)
+            REFERENCE.seal_kv(plain, batch.sealed.moves)
+        else:
+            assert isinstance(plain, KVPages | KVBlocks)
+            REFERENCE.write_kv(key, value, plain, batch.slot_mapping)
+        work = REFERENCE.plan_attention(batch, BLOCK_SIZE)
+        wanted, causal = (
+            REFERENCE.paged_attention(query, plain, work, scale=0.3, window=window, sees=sees)
+            for sees in (batch.sees, None)
+        )
+        # A code between two levels may become either.
+        assert rms(found - wanted) < (0.02 if kv_format.is_sealed else 0.001) * rms(wanted)
+    assert rms(causal - wanted) > 0.5 * rms(wanted)

@@ -89,7 +89,7 @@ def engine_of(
         (LayerPrecision(kv_format),) * len(source.spec.cache_layers),
     )
     execution = TorchExecution(precision, backend)
-    pictured, _ = open_pictures(config, source, precision)
+    pictured, _ = open_pictures(config, source)
     if pictured is not None:
         most = limits.max_num_batched_tokens + pictured.spare_rows
         limits = replace(limits, max_num_batched_tokens=most, spare_rows=pictured.spare_rows)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,47 @@ def test_attention_over_closed_and_open_blocks(
     # A key is rounded to float16 when its scale and offset are put on it.
     bound = 8e-3 if dtype is torch.bfloat16 else 3e-3
     assert (found.double() - expected).abs().max() / expected.abs().max() < bound
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_a_picture_see_all_of_it_in_open_blocks(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    """One whose first row is alone in its block, and one that ends with a block."""
+    cache = filled(64)
+    starts, contexts, pictures = (
+        (63, 63, 30),
+        (64, 100, 128),
+        (range(0), range(63, 97), range(32, 128)),
+    )
+    free = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist())
+    opened = iter(range(40))
+    tables, written, seen = [], [], list[int]()
+    used = torch.zeros(40, 32, dtype=torch.bool)
+    for start, context, picture in zip(starts, contexts, pictures, strict=True):
+        table, slots = (list(itertools.islice(each, -(-context // 32))) for each in (free, opened))
+        reference.seal(cache, slots[: context // 32], table[: context // 32])
+        tables.append(table)
+        written.append(slots[start // 32 :])
+        seen += [picture.stop if at in picture else at + 1 for at in range(start, context)]
+        for at in range(start // 32 * 32, context):
+            used[slots[at // 32], at % 32] = True
+    records = cache.open.halves.unflatten(-1, (-1, 2))[:, :, -32:]  # (pages, heads, tokens, 2)
+    records.masked_fill_(~used[:, None, :, None], torch.nan)
+    rows = [context - start for start, context in zip(starts, contexts, strict=True)]
+    batch = RaggedBatch.of(
+        rows, contexts, tables, block_size=32, device=CPU, open_blocks=written, sees=seen
+    )
+    assert batch.host_query_lens[:2] == (1, 1)
+    assert batch.num_decodes == 1
+    query = torch.randn(sum(rows), 8, 64).to(dtype)
+    options: dict[str, Any] = {"scale": 0.125, "window": window}
+    found = paged_attention(query, cache, plan_attention(batch, 32), **options, sees=batch.sees)
+    expected, causal = (
+        reference_attention.paged_attention(query.double(), cache, batch, **options, sees=sees)
+        for sees in (batch.sees, None)
+    )
+    bound = 8e-3 if dtype is torch.bfloat16 else 3e-3
+    assert (found.double() - expected).abs().max() / expected.abs().max() < bound
+    assert (causal - expected).abs().max() / expected.abs().max() > 0.1

@@ -61,12 +61,17 @@ def write_with_eagle(target: str, folder: Path) -> Path:
     output = model.get_output_embeddings().weight.detach().float()
     with torch.no_grad():
         seen = model(torch.arange(40)[None], output_hidden_states=True).hidden_states[0]
-    size = float(seen.float().pow(2).mean().sqrt())
+    return write_eagle(folder, output, float(seen.float().pow(2).mean().sqrt()))
+
+
+def write_eagle(folder: Path, output: Tensor, size: float = 1.0) -> Path:
+    """Write a head into a model's folder; see `tensors_of_head`. Return the head's folder."""
     path = folder / "eagle"
     path.mkdir()
     tensors = tensors_of_head(output, size)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    sizes = {"vocab_size": len(output), "draft_vocab_size": len(tensors["d2t"])}
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes))
     return path
 
 
@@ -86,7 +91,9 @@ def tensors_of_head(output: Tensor, size: float = 1.0) -> dict[str, Tensor]:
     def norm() -> Tensor:
         return 1 + 0.01 * torch.randn(HIDDEN)
 
-    said = torch.randperm(VOCABULARY)[:SAID].sort().values
+    vocabulary = len(output)
+    count = vocabulary * SAID // VOCABULARY
+    said = torch.randperm(vocabulary)[:count].sort().values
     return {
         "fc.weight": torch.cat((own, own, own), dim=1) / (3 * size),
         "midlayer.input_layernorm.weight": norm(),
@@ -101,8 +108,8 @@ def tensors_of_head(output: Tensor, size: float = 1.0) -> dict[str, Tensor]:
         "midlayer.mlp.down_proj.weight": small(HIDDEN, 96),
         "norm.weight": norm(),
         "lm_head.weight": output[said].clone(),
-        "d2t": said - torch.arange(SAID),
-        "t2d": torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, said, True),
+        "d2t": said - torch.arange(count),
+        "t2d": torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, said, True),
     }
 
 

@@ -102,6 +102,7 @@ def one_sequence(
     *,
     sealed: bool = False,
     state_slot: int | None = None,
+    sees: Sequence[int] | None = None,
 ) -> RaggedBatch:
     """Build a step of one sequence, position `start` to `end`; each block has an open one."""
     opened = range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)) if sealed else None
@@ -113,4 +114,5 @@ def one_sequence(
         device=device,
         open_blocks=None if opened is None else [opened],
         state_slots=None if state_slot is None else [state_slot],
+        sees=sees,
     )
