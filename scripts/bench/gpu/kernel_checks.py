@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ PRODUCTS = 1e-2  # where a product takes operands in 16 bits
 BLOCK = 32
 # Two decode rows of one span and of several, then chunks: whole, continued, of one row.
 QUERY_LENS, CONTEXT_LENS = (1, 1, 20, 37, 1), (17, 300, 20, 100, 33)
+# Leading tokens that each row sees where the third sequence is a picture, and the fourth has one.
+SEES = (17, 300, *[20] * 20, 64, 65, *[100] * 35, 33)
 PAGED = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)
 
 
@@ -65,6 +68,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     for form, (window, softcap) in product(PAGED, ((None, None), (50, 30.0))):
         name = f"paged_attention {form.value}" + (" window, cap" if window else "")
         yield name, partial(_attention, device, form, window, softcap)
+        yield f"{name}, pictures", partial(_attention, device, form, window, softcap, SEES)
     yield "paged_attention int4-sealed", partial(_sealed_attention, device)
     for form in PAGED:
         yield f"kv_write {form.value}", partial(_write, device, form)
@@ -161,23 +165,26 @@ def _tables() -> list[tuple[int, ...]]:
 
 
 def _attention(
-    device: torch.device, form: KVFormat, window: int | None, softcap: float | None
+    device: torch.device,
+    form: KVFormat,
+    window: int | None,
+    softcap: float | None,
+    sees: tuple[int, ...] | None = None,
 ) -> tuple[float, float]:
     tables = _tables()
     num_blocks = sum(map(len, tables))
     cache = _pages(device, form, num_blocks)
     key, value = random_numbers(device, 2, num_blocks * BLOCK, 2, 64).unbind()
     reference_write.write_kv(key, value, cache, torch.arange(num_blocks * BLOCK, device=device))
-    batch = RaggedBatch.of(QUERY_LENS, CONTEXT_LENS, tables, block_size=BLOCK, device=device)
+    batch = RaggedBatch.of(
+        QUERY_LENS, CONTEXT_LENS, tables, block_size=BLOCK, device=device, sees=sees
+    )
     query = random_numbers(device, sum(QUERY_LENS), 8, 64, seed=2)
-    work = plan_attention(batch, BLOCK)
-    out = paged_attention(query, cache, work, scale=0.125, window=window, softcap=softcap)
-    return relative_error(
-        out,
-        reference_attention.paged_attention(
-            query.double(), cache, batch, scale=0.125, window=window, softcap=softcap
-        ),
-    ), PRODUCTS
+    options: dict[str, Any] = {"scale": 0.125, "window": window, "softcap": softcap}
+    options["sees"] = batch.sees
+    out = paged_attention(query, cache, plan_attention(batch, BLOCK), **options)
+    expected = reference_attention.paged_attention(query.double(), cache, batch, **options)
+    return relative_error(out, expected), PRODUCTS
 
 
 def _sealed(device: torch.device, num_open: int) -> SealedBlocks:

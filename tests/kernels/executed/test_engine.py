@@ -33,6 +33,7 @@ from torch import Tensor
 
 from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.block_pool import num_open_blocks
 from appliance.engine.devices import Precision
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.matchers import Matchers
@@ -94,8 +95,15 @@ def engine_of(
         most = limits.max_num_batched_tokens + pictured.spare_rows
         limits = replace(limits, max_num_batched_tokens=most, spare_rows=pictured.spare_rows)
     executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
+    num_open = 0
+    if kv_format.is_sealed:
+        budget = limits.max_num_seqs, limits.max_num_batched_tokens
+        num_open = num_open_blocks(*budget, BLOCK_SIZE, plans=1 + asynchronous)
     cache = executor.allocate_cache(
-        kv_format, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
+        precision.kv_layers,
+        num_blocks=NUM_BLOCKS + asynchronous,
+        block_size=BLOCK_SIZE,
+        num_open=num_open + (asynchronous and num_open > 0),
     )
     device = LateDevice() if asynchronous else HostDevice()
     pictures = None
@@ -124,13 +132,14 @@ def engine_of(
         limits,
         HostMoves(cache, Rates()),
         PromptReader(executor, execution.score_tokens, device),
-        spare=Spare(NUM_BLOCKS) if asynchronous else None,
+        spare=Spare(NUM_BLOCKS, num_open or None) if asynchronous else None,
+        is_sealed=num_open > 0,
         adapters=None if adapters is None else adapters.slots,
         pictures=None if pictures is None else pictures.encoded,
         graph_bytes=2**30,
     )
     runner.capture(lambda stage, done, total: None)
-    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, num_open=num_open)
     tiers = Tiers.none(blocks)
     scheduler = Scheduler(blocks, limits, (EOS,), look_ahead=asynchronous, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
@@ -290,6 +299,35 @@ def test_rows_of_a_picture_see_all_of_it(tmp_path: Path) -> None:
     assert run(engine, *requests) == wanted
     assert replayed
     assert run(engine, requests[1]) == {("two", 0): wanted["two", 0]}
+
+
+# A capture writes codes of keys that no step computed, at which the interpreter warns.
+@pytest.mark.compiled
+@pytest.mark.parametrize("kv_format", [KVFormat.INT8, KVFormat.INT4_SEALED])
+def test_rows_of_pictures_see_all_of_them_in_quantized_blocks(
+    tmp_path: Path, kv_format: KVFormat
+) -> None:
+    """The second picture lies across the end of a block."""
+    case, model = write_pictured("gemma3", tmp_path)
+    limits = replace(LIMITS, max_num_batched_tokens=24, context_length=96)
+    answers = []
+    for backend in REFERENCE, select_backend(torch.device("cuda")):
+        engine = engine_of(
+            tmp_path, backend,
+            asynchronous=backend is not REFERENCE,
+            limits=limits,
+            kv_format=kv_format,
+            reads_pictures=True,
+        )  # fmt: skip
+        served = Served(case, model, engine, tmp_path)
+        pictures = [canvas_of(served, case.grids[0], seed) for seed in (1, 2, 3)]
+        requests = [
+            request_of("one", *prompt_of(pictures[:1])),
+            request_of("two", *prompt_of(pictures[1:])),
+        ]
+        answers.append(run(engine, *requests))
+    assert len(set(answers[0]["two", 0])) > 1, "it says something"
+    assert answers[1] == answers[0]
 
 
 # A capture writes codes of keys that no step computed, at which the interpreter warns.
