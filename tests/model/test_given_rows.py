@@ -273,3 +273,30 @@ def test_sights_that_no_prompt_has_are_refused(
     sees[row] = seen
     with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
         logits_of(LOADERS["native"](source), replace(prompt, sees=sees), [LENGTH], kv_format)
+
+
+@pytest.mark.parametrize("fault", ["", "alone", "elsewhere"])
+def test_open_blocks_that_a_step_lacks_are_not_read(
+    fault: str, save: Callable[[Any], Path]
+) -> None:
+    """A row's picture goes on in the next block; the step ends before it, or has another one."""
+    case = CASES["ahead"]
+    source = beside_pictures(open_model(save(whole_model(case.kind, WHOLES[case.kind]))), case)
+    end, stop = (BLOCK_SIZE if fault == "alone" else LENGTH), 37
+    decoder = LOADERS["native"](source)
+    cache = decoder.allocate_cache(
+        precisions(KVFormat.INT4_SEALED, len(decoder.spec.cache_layers)),
+        num_blocks=3,
+        block_size=BLOCK_SIZE,
+        num_open=2,
+    )
+    sees = [stop if 23 <= place < stop else place + 1 for place in range(end)]
+    batch = one_sequence((0, 1), 0, end, CPU_DEVICE, sealed=True, sees=sees)
+    if fault == "elsewhere":
+        batch.block_tables[1, 1] = 2
+    rows = torch.arange(end)
+    if not fault:
+        assert decoder.forward(rows, rows, batch, cache).isfinite().all()
+        return
+    with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
+        decoder.forward(rows, rows, batch, cache)
