@@ -22,6 +22,7 @@ import numpy as np
 from appliance.errors import ConfigError
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.families.eagle3 import EAGLE3, is_eagle3
+from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.leftovers import USED_ELSEWHERE
 from appliance.model.names import JoinNames, TensorNames
 from appliance.model.source import ModelSource, check_slots
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from appliance.model.names import DraftHeadNames
     from appliance.model.spec import DecoderSpec, LayerSpec
+    from appliance.quant.formats import WeightReader
 
 
 _KINDS = {"attention": "attention", "*": "attention", "moe": "experts", "E": "experts"}
@@ -45,6 +47,9 @@ _LAYERS = ("midlayer.", "layers.0.")
 _READS = "eagle_aux_hidden_state_layer_ids"
 _FUSE = "fc"
 _BESIDE = {"d2t", "t2d"}
+# Of GGUF files, in a block behind the model's layers; gguf-py's `constants.py` has the names.
+_STORED_JOIN = ("enorm", "hnorm", "eh_proj")
+_STORED_NORM = "nextn.shared_head_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,13 @@ class HeadSource:
 
     def slots(self) -> list[TensorSlot]:
         """List the head's own tensors."""
+        own = (slot for slot in self.source.slots() if slot.role not in self.shared)
+        return [*own, *self.join_slots()]
+
+    def join_slots(self) -> list[TensorSlot]:
+        """List the tensors that join the head's inputs."""
         spec = self.source.spec
         return [
-            *(slot for slot in self.source.slots() if slot.role not in self.shared),
             *norm_slots(self.join.token_norm, spec.hidden_size, spec.final_norm),
             *norm_slots(self.join.hidden_norm, spec.hidden_size, spec.final_norm),
             *self.width_slots(),
@@ -129,16 +138,14 @@ def find_head(model: ModelSource, *, in_torch: bool = False) -> HeadSource | Non
         names.join.hidden_norm.format(**ends),
         names.join.linear.format(**ends),
     )
-    weights = open_weights(SafetensorsFolder(model.path, in_torch=in_torch))
-    if f"{join.linear}.weight" not in weights.tensor_names():
-        return None
     own = replace(model.family.names, layer=layer, final_norm=names.final_norm.format(**ends))
-    spec = replace(model.spec, layers=layers)
-    if spec.has_experts:
-        weights = separate_experts(weights, spec, own, model.path.name)
-    family = replace(model.family, names=own)
-    source = replace(model, family=family, spec=spec, weights=weights)
-    head = HeadSource(source, join, names.chains_normed)
+    spec, family = replace(model.spec, layers=layers), replace(model.family, names=own)
+    head = HeadSource(replace(model, family=family, spec=spec), join, names.chains_normed)
+    weights = _weights_of(model, head, in_torch)
+    if weights is None:
+        return None
+    source = replace(head.source, weights=weights)
+    head = replace(head, source=source)
     _check_width(model, head)
     check_slots(source, head.slots(), set(weights.tensor_names()))
     return head
@@ -147,9 +154,28 @@ def find_head(model: ModelSource, *, in_torch: bool = False) -> HeadSource | Non
 def _names_of(model: ModelSource) -> DraftHeadNames | None:
     """Return the names of the head's tensors, if the settings declare a head."""
     names = model.family.draft_head
-    if names is None or not model.path.is_dir() or not model.config.get(names.count):
+    return names if names is not None and model.config.get(names.count) else None
+
+
+def _weights_of(model: ModelSource, head: HeadSource, in_torch: bool) -> WeightReader | None:
+    """Open the tensors of a head; None if there are none."""
+    source, join = head.source, head.join
+    if isinstance(model.weights, GGUFWeights):
+        if len(source.spec.layers) > 1:
+            return None  # llama.cpp's converter folds them into one block
+        join_slots = {slot.name.removesuffix(".weight"): slot for slot in head.join_slots()}
+        parts = (join.token_norm, join.hidden_norm, join.linear)
+        beside = {
+            f"nextn.{stored}.weight": join_slots[name]
+            for stored, name in zip(_STORED_JOIN, parts, strict=True)
+        }
+        block, spec = len(model.spec.layers), source.spec
+        return model.weights.of_block(block, source.family, spec, _STORED_NORM, beside)
+    weights = open_weights(SafetensorsFolder(model.path, in_torch=in_torch))
+    if f"{join.linear}.weight" not in weights.tensor_names():
         return None
-    return names
+    spec, names = source.spec, source.family.names
+    return separate_experts(weights, spec, names, model.path.name) if spec.has_experts else weights
 
 
 def _refusal(model: ModelSource, why: str) -> ConfigError:

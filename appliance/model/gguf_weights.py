@@ -28,6 +28,8 @@ from appliance.model.tensors import Role, TensorSlot, tensor_slots
 from appliance.model.text_part import left_out
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -113,9 +115,19 @@ class GGUFReader(ABC):
 
 
 class GGUFWeights(GGUFReader):
-    """Tensors of a family's model; quantized ones keep their codes."""
+    """Tensors of a family's model; quantized ones keep their codes.
 
-    def __init__(self, file: GGUFFile, family: Family, spec: DecoderSpec) -> None:
+    Args:
+        beside: tensors beside the decoder's, by their names in the file.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        family: Family,
+        spec: DecoderSpec,
+        beside: Mapping[str, TensorSlot] | None = None,
+    ) -> None:
         assert family.gguf is not None
         super().__init__(file)
         present = set(file.tensor_names())
@@ -125,12 +137,41 @@ class GGUFWeights(GGUFReader):
         slots = tensor_slots(spec, self._names)
         usual = tensor_slots(spec, self._gguf_names)
         self._usual = {slot.name: own.name for slot, own in zip(slots, usual, strict=True)}
+        self._usual |= {slot.name: stored for stored, slot in (beside or {}).items()}
+        slots += (beside or {}).values()
         found = (self._find(slot, self._usual[slot.name], present) for slot in slots)
         self._places = {place.slot.name: place for place in found if place is not None}
         self._scales = self._find_scales(present)
 
     def tensor_names(self) -> list[str]:
         return list(self._places)
+
+    def of_block(
+        self,
+        block: int,
+        family: Family,
+        spec: DecoderSpec,
+        last_norm: str,
+        beside: Mapping[str, TensorSlot],
+    ) -> GGUFWeights | None:
+        """Return a decoder of one layer that a block behind the model's layers holds.
+
+        Args:
+            family: the model's, with names of the decoder.
+            spec: of one layer.
+            last_norm: name of its last norm within the block, without `.weight`.
+            beside: tensors beside the decoder's, by their names within the block.
+
+        Returns:
+            None if the block has none of the tensors beside.
+        """
+        prefix = self._gguf_names.layer.format(block)
+        stored = {f"{prefix}{name}": slot for name, slot in beside.items()}
+        if not stored.keys() & set(self._file.tensor_names()):
+            return None
+        names = replace(self._gguf_names, layer=prefix, final_norm=f"{prefix}{last_norm}")
+        mapping = replace(self._mapping, names=names, other_names=None, own_names=None)
+        return GGUFWeights(self._file, replace(family, gguf=mapping), spec, stored)
 
     def usual_name(self, name: str) -> str:
         return self._usual[name]

@@ -276,6 +276,9 @@ def _open_gguf(path: Path, in_torch: bool, settings: Mapping[str, Any] | None) -
     assert family.gguf is not None
     config = family.gguf.config(file)
     config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}
+    if family.draft_head is not None:
+        heads = file.metadata.get(f"{label}.nextn_predict_layers")
+        config |= {family.draft_head.count: heads} if heads else {}
     present = set(file.tensor_names())
     own, stored = names_of_file(family, present)
     spec = with_stored_biases(family.spec(config, str(path)), stored, present)

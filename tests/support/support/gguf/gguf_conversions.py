@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -354,9 +355,11 @@ _PAIRED = ("granite", "ministral3", "bamba", "smollm3", "llama", "arcee", "mixtr
 _MERGED = ("gemma4_text", "mistral4")
 
 
-def gguf_tensors(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+def gguf_tensors(
+    tensors: dict[str, Tensor], config: Any, architecture: str = ""
+) -> dict[str, Tensor]:
     """Tensors of a checkpoint with stacks of experts, under their names in a file."""
-    kind, architecture = config.model_type, architecture_of(config)
+    kind, architecture = config.model_type, architecture or architecture_of(config)
     layers = gguf_settings(config)["block_count"]
     found = {
         part if part.startswith("blk.") else known_name(part, architecture, layers): tensor
@@ -393,8 +396,8 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         yield name.replace("kv_b", "k_b"), keys.mT
         yield name.replace("kv_b", "v_b"), values
-    elif kind == "glm4_moe" and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-        yield f"blk.{number}.attn_{name[-13]}.weight", tensor  # to be fused
+    elif kind == "glm4_moe" and (own := re.search(r"\.([qkv])_proj\.(weight|bias)$", name)):
+        yield f"blk.{number}.attn_{own[1]}.{own[2]}", tensor  # apart, unlike its table's
     elif name.endswith("in_proj_qkvz.weight"):
         yield from _apart(number, tensor, config)
     elif name.endswith("shared_mlp.input_linear.weight"):
