@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.errors import ConfigError
+from appliance.gguf import GGUFFile
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.families.eagle3 import EAGLE3, is_eagle3
 from appliance.model.gguf_weights import GGUFWeights
@@ -101,19 +102,42 @@ class HeadSource:
 
 
 def open_head(model: ModelSource) -> HeadSource:
-    """Open a checkpoint's first draft head.
+    """Open a checkpoint's first draft head, or one in a file `mtp-*.gguf` beside a GGUF file.
 
     Raises:
         ConfigError: there is none, or its kind is not supported.
         CheckpointError: a part of it is missing or of the wrong shape.
     """
-    head = find_head(model)
+    head = find_head(model) or _head_beside(model)
     if head is not None:
         return head
     names = _names_of(model)
     if names is None:
         raise _refusal(model, "brings no head that drafts")
     raise _refusal(model, f"names a head in {names.count}, but has no tensors of it")
+
+
+def _head_beside(model: ModelSource) -> HeadSource | None:
+    """Open the head in a file of its own, as llama.cpp's converter writes it with `--mtp`."""
+    names, mapping = model.family.draft_head, model.family.gguf
+    if names is None or mapping is None or not isinstance(model.weights, GGUFWeights):
+        return None
+    for path in sorted(model.path.parent.glob("mtp-*.gguf")):
+        file = GGUFFile(path, in_torch=False, vocabulary=False)
+        settings = file.metadata
+        count = settings.get(f"{mapping.architecture}.nextn_predict_layers") or 0
+        blocks = settings.get(f"{mapping.architecture}.block_count")
+        if blocks != len(model.spec.layers) + count:
+            continue
+        beside = replace(
+            model,
+            path=path,
+            config=model.config | {names.count: count},
+            weights=GGUFWeights(file, model.family, model.spec),
+        )
+        if (head := find_head(beside)) is not None:
+            return head
+    return None
 
 
 def find_head(model: ModelSource, *, in_torch: bool = False) -> HeadSource | None:

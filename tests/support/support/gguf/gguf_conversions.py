@@ -396,8 +396,8 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         yield name.replace("kv_b", "k_b"), keys.mT
         yield name.replace("kv_b", "v_b"), values
-    elif kind == "glm4_moe" and (own := re.search(r"\.([qkv])_proj\.(weight|bias)$", name)):
-        yield f"blk.{number}.attn_{own[1]}.{own[2]}", tensor  # apart, unlike its table's
+    elif kind == "glm4_moe" and (head := re.search(r"\.([qkv])_proj\.(weight|bias)$", name)):
+        yield f"blk.{number}.attn_{head[1]}.{head[2]}", tensor  # apart, unlike its table's
     elif name.endswith("in_proj_qkvz.weight"):
         yield from _apart(number, tensor, config)
     elif name.endswith("shared_mlp.input_linear.weight"):
