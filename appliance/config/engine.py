@@ -361,12 +361,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Setting(
             "Propose the next tokens of answers and verify several in a step, which changes no"
-            " answer: auto, off, suffix, mtp, draft=MODEL or eagle=PATH. auto and suffix look the"
-            " last tokens up in the text and in earlier answers; draft=MODEL also asks a smaller"
-            " model of the same vocabulary, draft=self the model itself at 4 bits, mtp the head for"
-            " multi-token prediction that the checkpoint brings, eagle=PATH an EAGLE-3 head that"
-            " was made for the model, a folder or a hub id. Drafts are run as long as they pay;"
-            " auto speculates where it can.",
+            " answer: auto, off, suffix, mtp, draft=MODEL or eagle=PATH. All look the last tokens"
+            " up in the text and in earlier answers; draft=MODEL also asks a smaller model of the"
+            " same vocabulary, draft=self the model itself at 4 bits, mtp the head for multi-token"
+            " prediction that the checkpoint brings, eagle=PATH an EAGLE-3 head that was made for"
+            " the model, a folder or a hub id. Drafts are run as long as they pay; auto takes the"
+            " checkpoint's head too, if there is one, and speculates where it can.",
             Group.STEPS,
             choices=("auto", "off", "suffix", "mtp"),
             named=("draft=MODEL", "eagle=PATH"),

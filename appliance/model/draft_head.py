@@ -108,13 +108,23 @@ def open_head(model: ModelSource) -> HeadSource:
         ConfigError: there is none, or its kind is not supported.
         CheckpointError: a part of it is missing or of the wrong shape.
     """
-    head = find_head(model) or _head_beside(model)
+    head = served_head(model)
     if head is not None:
         return head
     names = _names_of(model)
     if names is None:
         raise _refusal(model, "brings no head that drafts")
     raise _refusal(model, f"names a head in {names.count}, but has no tensors of it")
+
+
+def served_head(model: ModelSource) -> HeadSource | None:
+    """Open what `open_head` opens; None if there is none.
+
+    Raises:
+        ConfigError: its kind is not supported.
+        CheckpointError: a part of it is missing or of the wrong shape.
+    """
+    return find_head(model) or _head_beside(model)
 
 
 def _head_beside(model: ModelSource) -> HeadSource | None:

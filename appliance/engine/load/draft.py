@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from appliance.engine.speculation.draft_model import DraftModelProposer
 from appliance.engine.speculation.proposal import ForcedProposer
 from appliance.engine.speculation.speculator import Speculator
 from appliance.engine.speculation.suffix import SuffixProposer
-from appliance.errors import ConfigError
+from appliance.errors import CheckpointError, ConfigError
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.sampling.cpu import NativeSampling
-from appliance.model.draft_head import HeadSource, open_eagle, open_head
+from appliance.model.draft_head import HeadSource, open_eagle, open_head, served_head
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
 from appliance.model.native import NativeDecoder, why_unsupported
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
 
+OWN_HEAD = "the checkpoint's head for multi-token prediction"
 MOST_PADDING = 1024  # a head's rows without a token: sizes of one vocabulary differ by less
 
 
@@ -53,12 +54,14 @@ class DraftSource:
     Attributes:
         execution: the served model's; both share threads and workspace.
         most_tokens: the served model's vocabulary size.
+        is_asked_for: by the settings; otherwise the model is served without it if need be.
     """
 
     name: str
     source: ModelSource
     execution: NativeExecution
     most_tokens: int
+    is_asked_for: bool = True
 
     @property
     def kv_format(self) -> KVFormat:
@@ -150,7 +153,7 @@ class DraftSource:
 class HeadDraft(DraftSource):
     """A draft head; may share the served model's embedding and output matrix."""
 
-    head: HeadSource
+    head: HeadSource = field(kw_only=True)
 
     @property
     def weight_bytes(self) -> int:
@@ -220,12 +223,16 @@ def open_draft(
 ) -> DraftSource | None:
     """Open the model or head that `--speculate` names; None if nothing drafts.
 
+    With `auto` that is the checkpoint's head, if there is one that can draft here.
+
     Raises:
         ConfigError: it cannot draft for this model.
         CheckpointError: a part is missing or damaged.
         UnsupportedModelError: no code here supports it.
     """
     name, eagle = config.draft_model, config.eagle_head
+    if config.speculate == "auto":
+        return _own_head(config, source, execution)
     if not name and not eagle and config.speculate != "mtp":
         return None
     asked = f"--speculate {f'eagle={Path(eagle).name}' if eagle else config.speculate}"
@@ -247,6 +254,24 @@ def open_draft(
     return DraftSource(own, draft, execution, source.spec.vocab_size)
 
 
+def _own_head(config: EngineConfig, source: ModelSource, execution: Execution) -> HeadDraft | None:
+    """Open the checkpoint's head where it can draft and nobody asked for it; else None."""
+    if not isinstance(execution, NativeExecution) or config.is_divided:
+        return None
+    try:
+        head = served_head(source)
+    except (ConfigError, CheckpointError) as error:
+        logger.warning("the checkpoint's head does not draft: %s", error)
+        return None
+    if head is None:
+        return None
+    if reason := why_unsupported(head.source):
+        logger.warning("the checkpoint's head does not draft: %s", reason)
+        return None
+    most = source.spec.vocab_size
+    return HeadDraft(OWN_HEAD, head.source, execution, most, is_asked_for=False, head=head)
+
+
 def _open_head(
     asked: str, source: ModelSource, execution: NativeExecution, config: EngineConfig
 ) -> HeadDraft:
@@ -259,8 +284,7 @@ def _open_head(
     most, path = source.spec.vocab_size, Path(config.eagle_head)
     if not config.eagle_head:
         head = open_head(source)
-        name = "the checkpoint's head for multi-token prediction"
-        return HeadDraft(name, head.source, execution, most, head)
+        return HeadDraft(OWN_HEAD, head.source, execution, most, head=head)
     head = open_eagle(path, source)
     known = head.source.spec.num_embedded
     if abs(known - most) > MOST_PADDING:
@@ -270,7 +294,7 @@ def _open_head(
         )
     if reason := why_unsupported(head.source):
         raise ConfigError(f"{asked}: the CPU library does not run the head: {reason}")
-    return HeadDraft(f"the EAGLE-3 head {path.name}", head.source, execution, most, head)
+    return HeadDraft(f"the EAGLE-3 head {path.name}", head.source, execution, most, head=head)
 
 
 def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineConfig) -> None:

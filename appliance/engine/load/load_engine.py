@@ -28,7 +28,7 @@ from appliance.engine.nouns.moves import Rates
 from appliance.engine.run.adapters.loader import AdapterLoader, configured_adapters
 from appliance.engine.scheduling.scheduler import Scheduler
 from appliance.engine.served_model import open_served, settings_for
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.encoder.source import reads_only
 from appliance.runtime import release_unused, resident_bytes
 
@@ -115,9 +115,17 @@ def load_llm_engine(
     if pictures is not None:
         config = pictures.with_room(config)
     execution = execution.started(source)
-    memory = plan_model(
-        config, source, execution, device, draft, pictures, admission or Admission()
-    )
+    if draft is not None and pictures is not None and not draft.is_asked_for:
+        draft = None  # it knows nothing of what pictures say
+    admission = admission or Admission()
+    try:
+        memory = plan_model(config, source, execution, device, draft, pictures, admission)
+    except MemoryPlanError:
+        if draft is None or draft.is_asked_for:
+            raise
+        notes += (f"{draft.name} does not draft, since there is no memory for it",)
+        draft = None
+        memory = plan_model(config, source, execution, device, draft, pictures, admission)
     execution = execution.with_host_experts(memory.plan.host_experts, config, threads)
     stages.append(("header and plan", time.monotonic()))
 

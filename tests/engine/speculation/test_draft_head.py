@@ -19,11 +19,12 @@ from support.models.eagle_heads import TARGETS, write_with_eagle
 
 from appliance.config import EngineConfig
 from appliance.engine.load.memory_request import request_memory
+from appliance.engine.memory.plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.run.draft_executor import HeadExecutor
 from appliance.engine.run.hidden_rows import kept_bytes
-from appliance.errors import CheckpointError, ConfigError, RequestError
+from appliance.errors import CheckpointError, ConfigError, MemoryPlanError, RequestError
 from appliance.kernels.cache.kv_format import KVFormat
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
@@ -332,3 +333,37 @@ def test_the_server_says_what_drafts(
 
 def load_config(folder: Path) -> EngineConfig:
     return EngineConfig(model=str(folder), speculate="off", threads=1, max_model_len=160)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
+def test_auto_takes_the_head_that_is_there(
+    family: str, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    folder, _ = folders[family]
+    requests = requests_of(512)
+    expected, pieces = run(load(folder, speculate="off"), requests)
+    engine = load(folder, speculate="auto")
+    assert "multi-token prediction" in engine.info.drafts
+    draft_always(engine)
+    answers, fewer = run(engine, requests)
+    assert answers == expected, "beams among them, which nobody drafts for"
+    assert fewer < pieces
+
+
+def test_auto_serves_without_the_head_if_memory_is_short(
+    folders: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = folders["qwen3_5"]
+
+    def refused(request: MemoryRequest) -> MemoryPlan:
+        if request.draft_bytes:
+            raise MemoryPlanError("no room for so much beside the model")
+        return plan_memory(request)
+
+    monkeypatch.setattr("appliance.engine.load.memory_request.plan_memory", refused)
+    with pytest.raises(MemoryPlanError):
+        load(folder, speculate="mtp")
+    engine = load(folder, speculate="auto")
+    assert engine.info.drafts == ""
+    assert any("there is no memory for it" in note for note in engine.info.notes)
+    engine.close()
