@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "quant": {
         "kernels", "model", "model_files.checkpoint", "gguf", "tokenizer", "hub", "config",
-        "model_files.sampling_defaults", "model_files.retrieval_recipe", "dialects",
+        "model_files.sampling_defaults", "model_files.retrieval_recipe", "dialects", "media",
     },
     "model": {"kernels", "quant.formats", "model_files.checkpoint", "gguf"},
     "model.narrowed": {"kernels", "quant.formats", "quant.methods.rtn", "model"},
@@ -143,7 +143,6 @@ DOORS = {
     "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
     "hub.__main__",
     "quant.text.answerer",
-    "media.mmproj",  # until the engine opens such files
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),
     *(f"quant.methods.{method.traits.file}" for method in Method if method.traits.file),

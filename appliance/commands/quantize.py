@@ -102,6 +102,10 @@ def quantize(
             show_default="16; of gguf as the layers",
         ),
     ] = None,
+    tower: Annotated[
+        int,
+        typer.Option(help="Bits of the tower of a model that reads pictures, 16 or 8."),
+    ] = 16,
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -221,6 +225,7 @@ def quantize(
         head=head,
         mixed=mixed,
         embedding=embedding,
+        tower_bits=tower,
         text=CalibrationText.parse(calibration, calibration_tokens, seed=seed),
         format=form,
         engine=library,

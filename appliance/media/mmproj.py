@@ -1,4 +1,4 @@
-"""Reads the image processor of a GGUF projector file (`mmproj`).
+"""Reads and writes the image processor of a GGUF projector file (`mmproj`).
 
 The file has sizes of patches, mean and deviation; which rule and filter apply follows from its
 projector type. Limits that are not in it are those of the makers' published processors, so that a
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
 from appliance.media.processors import spec_of
+from appliance.media.sizing import AreaRule, EdgeRule, FixedRule, SplitRule, TileRule
 
 if TYPE_CHECKING:
     from appliance.media.spec import ImageProcessorSpec
@@ -43,6 +44,33 @@ def image_processor_of_mmproj(metadata: Metadata) -> ImageProcessorSpec:
         for statistic in ("image_mean", "image_std"):
             given[statistic] = _get(metadata, statistic)
     return spec_of(name, given)
+
+
+def metadata_of(spec: ImageProcessorSpec) -> dict[str, Any]:
+    """Return what a projector file says of a processor, by key without `clip.vision.`.
+
+    The file says no more; `image_processor_of_mmproj` tells what that makes.
+    """
+    found: dict[str, Any] = {
+        "image_mean": [*(spec.mean or (0.0, 0.0, 0.0))],
+        "image_std": [*(spec.std or (1.0, 1.0, 1.0))],
+    }
+    match spec.size_rule:
+        case AreaRule() as rule:
+            found |= {"image_min_pixels": rule.min_pixels, "image_max_pixels": rule.max_pixels}
+        case FixedRule() as rule:
+            found |= {"image_size": rule.height, "preproc_max_tiles": 1}
+        case EdgeRule() as rule:
+            found |= {"image_size": rule.longest}
+        case SplitRule() as rule:
+            found |= {"image_size": rule.side, "preproc_image_size": rule.longest}
+        case TileRule(whole=None) as rule:
+            found |= {
+                "image_size": rule.height,
+                "preproc_min_tiles": rule.min_tiles,
+                "preproc_max_tiles": rule.max_tiles,
+            }
+    return found
 
 
 def _get(metadata: Metadata, key: str, default: Any = None) -> Any:

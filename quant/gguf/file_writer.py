@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 32  # bytes, the format's default
 QUANTIZATION_VERSION = 2  # of the layouts of blocks
-_PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in PLAIN_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class TypedTensor:
     @classmethod
     def plain(cls, tensor: FileTensor, layout: TensorLayout) -> TypedTensor:
         """Return a tensor that is not quantized."""
-        return cls(tensor, _PLAIN[layout.dtype], layout)
+        return cls(tensor, _NAMES[layout.dtype], layout)
 
 
 @dataclass(frozen=True, slots=True)

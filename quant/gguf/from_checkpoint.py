@@ -21,6 +21,9 @@ from appliance.model.gguf_tensors import FREQUENCY_DIVISORS, LONG_FACTORS, SHORT
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, MLPSpec, RopeScaling, RopeSpec
+from appliance.model.vision.families.registry import tower_family
+from appliance.model.vision.source import open_tower
+from appliance.model_files.checkpoint import read_config
 from appliance.quant.formats.ggml_blocks import type_of_scheme
 from appliance.quant.gguf.file_writer import PlannedFile, TypedTensor
 from appliance.quant.gguf.mixes import MIXES
@@ -123,14 +126,38 @@ def settings_of(source: ModelSource) -> FileSettings:
         "final_logit_softcapping": spec.logit_softcap,
     }
     found |= {key: cap for key, cap in caps.items() if cap is not None}
-    prefix = f"{mapping.architecture}."
+    label, more = label_of_text(source, mapping.architecture)
+    found |= more
+    prefix = f"{label}."
     settings = [
         FileSetting.of("general.type", "model"),
         FileSetting.of("general.name", source.path.resolve().name),
         *(FileSetting.of(prefix + key, value) for key, value in found.items()),
         *vocabulary_of(source.path, spec.num_embedded),
     ]
-    return FileSettings(mapping.architecture, tuple(settings), _factors(full.rope))
+    return FileSettings(label, tuple(settings), _factors(full.rope))
+
+
+def label_of_text(source: ModelSource, own: str) -> tuple[str, dict[str, Any]]:
+    """Return the architecture of a folder's text, and settings that a tower asks of it.
+
+    Args:
+        own: the text's architecture without a tower.
+    """
+    config = read_config(source.path)
+    family = tower_family(config)
+    if family is None or family.clip is None:
+        return own, {}
+    label = family.clip.architecture_of(config["model_type"], own)
+    tower = None if label is None else open_tower(source.path)
+    if label is None or tower is None:
+        return own, {}
+    settings: dict[str, Any] = {}
+    if (axes := tower.spec.text_axes) is not None:
+        settings["rope.dimension_sections"] = [*axes.sections, 0]
+    if tower.spec.taps:
+        settings["n_deepstack_layers"] = len(tower.spec.taps)
+    return label, settings
 
 
 def _scaling(rope: RopeSpec) -> dict[str, Any]:
@@ -211,8 +238,8 @@ def _differences(ours: DecoderSpec, read: DecoderSpec) -> Iterator[str]:
     if len(distinct_ropes(ours)) != len(distinct_ropes(read)):
         yield "rotary frequencies of some layers"
     for index, (layer, other_layer) in enumerate(zip(ours.layers, read.layers, strict=False)):
-        yield from _unlike(f"layer {index}", _without_rope(layer), _without_rope(other_layer))
-    yield from _unlike(
+        yield from unlike(f"layer {index}", _without_rope(layer), _without_rope(other_layer))
+    yield from unlike(
         "the model",
         replace(ours, layers=()),
         replace(read, layers=(), architecture=ours.architecture),
@@ -225,16 +252,21 @@ def _without_rope(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mixer=replace(mixer, rope=NO_ROPE))
 
 
-def _unlike(where: str, one: Any, other: Any) -> Iterator[str]:
-    for field in fields(one):
-        ours, theirs = getattr(one, field.name), getattr(other, field.name)
-        if is_dataclass(ours) and type(ours) is type(theirs):
-            yield from _unlike(f"{where}, {field.name}", ours, theirs)
-        elif isinstance(ours, float) and isinstance(theirs, float):
-            if abs(ours - theirs) > 1e-6 * abs(ours):
-                yield f"{field.name} of {where} is {ours}, and would be {theirs}"
-        elif ours != theirs:
-            yield f"{field.name} of {where} is {ours}, and would be {theirs}"
+def unlike(where: str, one: Any, other: Any) -> Iterator[str]:
+    """Describe where two descriptions differ, down to their parts."""
+    if is_dataclass(one) and type(one) is type(other):
+        for part in fields(one):
+            yield from unlike(
+                f"{where}, {part.name}", getattr(one, part.name), getattr(other, part.name)
+            )
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for ours, theirs in zip(one, other, strict=True):
+            yield from unlike(where, ours, theirs)
+    elif isinstance(one, float) and isinstance(other, float):
+        if abs(one - other) > 1e-6 * abs(one):
+            yield f"{where} is {one}, and would be {other}"
+    elif one != other:
+        yield f"{where} is {one}, and would be {other}"
 
 
 def _frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float32]:

@@ -19,6 +19,7 @@ from appliance.model.source import open_model
 from appliance.quant.formats.ggml_blocks import block_type, encode, row_bytes
 from appliance.quant.gguf.file_writer import GGUFFileWriter, PlannedFile, TypedTensor
 from appliance.quant.gguf.from_checkpoint import check_as_read, settings_of
+from appliance.quant.gguf.projector import projector_of
 from appliance.quant.gguf.tensors import FileSettings, file_tensors, mapping_of
 from appliance.quant.run.shard_writer import TensorLayout
 
@@ -74,7 +75,7 @@ def write_gguf(
         _check_base(source, open_model(base_path))
     partial = out.with_name(f".{out.name}.partial")
     try:
-        written = _write(source, base_path, partial, report)
+        written = _write(source, base_path, partial, out, report)
         flush(partial)
         partial.replace(out)
     except OSError as error:
@@ -104,6 +105,7 @@ def _write(
     source: ModelSource,
     base_path: Path | None,
     path: Path,
+    out: Path,
     report: Callable[[str, int, int], None],
 ) -> GGUFWritten:
     tensors = file_tensors(source)
@@ -116,7 +118,9 @@ def _write(
         check_as_read(source, settings, planned)
     else:
         settings = FileSettings.of_file(base_path)
-    with GGUFFileWriter(path, PlannedFile.of(settings, planned)) as file:
+    text = PlannedFile.of(settings, planned)
+    projector, notes = projector_of(source, text)
+    with GGUFFileWriter(path, text) as file:
         for index, one in enumerate(planned):
             report("writing", index, len(planned))
             name = one.layout.name
@@ -127,7 +131,10 @@ def _write(
                 values = dense(weight, one.layout.dtype)
             file.write(name, [values])
     types = Counter(one.type_name for one in planned)
-    notes = ("minima of zero points are rounded to 16 bits in Q4_1",) if types["Q4_1"] else ()
+    if projector is not None:
+        projector.write(out)
+    if types["Q4_1"]:
+        notes += ("minima of zero points are rounded to 16 bits in Q4_1",)
     return GGUFWritten(dict(types), notes)
 
 

@@ -113,7 +113,7 @@ class FileSetting:
     def of(cls, key: str, value: bool | float | str | list[Any]) -> FileSetting:
         """Choose the type by the value: u32 for whole numbers, i32 for those in lists, f32."""
         if isinstance(value, list):
-            inner = GGUFValueType.INT32 if isinstance(value[0], int) else _kind_of(value[0])
+            inner = GGUFValueType.INT32 if type(value[0]) is int else _kind_of(value[0])
             return cls(key, value, GGUFValueType.ARRAY, inner)
         return cls(key, value, _kind_of(value))
 

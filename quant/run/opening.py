@@ -15,6 +15,7 @@ from appliance.model.source import open_model
 from appliance.progress.quantize_events import StepStarted
 from appliance.quant.formats.scheme import GROUP_SIZES, Fp8Scheme, WeightScheme
 from appliance.quant.gguf.from_checkpoint import plan_file
+from appliance.quant.gguf.projector import projector_of
 from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
 from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed, plan_memory
@@ -69,8 +70,14 @@ def open_run(
     if not is_file:
         refuse_unsaid(source)
     file = plan_file(source, plan, options) if is_file else None
+    projector = None
+    if file is not None:
+        projector, notes = projector_of(source, file, options.tower_bits)
+        chosen += notes
     device = torch.device(options.device)
-    return QuantizeRun(model_path, options, source, plan, device, started, file, chosen=chosen)
+    return QuantizeRun(
+        model_path, options, source, plan, device, started, file, projector, chosen=chosen
+    )
 
 
 def with_precisions(run: QuantizeRun, chosen: Mapping[str, LinearScheme | None]) -> QuantizeRun:

@@ -234,6 +234,7 @@ class QuantizeOptions:
             "format"; and "text" if none may be read.
         file_type: of a GGUF file, a key of `MIXES`; `scheme` is its base. "" for folders.
         reader: program that must read the result; None for any.
+        tower_bits: of the matrices in a vision tower's layers, 16 or 8.
     """
 
     scheme: LinearScheme = field(default_factory=WeightScheme)
@@ -255,6 +256,7 @@ class QuantizeOptions:
     open: frozenset[str] = frozenset()
     file_type: str = ""
     reader: ResultReader | None = None
+    tower_bits: int = 16
 
     @classmethod
     def of_type(cls, name: str, **changes: Any) -> QuantizeOptions:
@@ -264,6 +266,19 @@ class QuantizeOptions:
         return cls(scheme, format=WeightFormat.GGUF, file_type=mix.name, **changes)
 
     def __post_init__(self) -> None:
+        if self.tower_bits not in (8, 16):
+            raise ConfigError(f"--tower {self.tower_bits} is not 8 or 16")
+        holds = (WeightFormat.COMPRESSED_TENSORS, WeightFormat.GGUF)
+        if self.tower_bits == 8 and self.format not in holds:
+            raise ConfigError(
+                f"--format {self.format.value} holds no tower of 8 bits; leave --tower out, or use"
+                " --format compressed-tensors or gguf"
+            )
+        if self.tower_bits == 8 and self.reader is ResultReader.TRANSFORMERS:
+            raise ConfigError(
+                "transformers does not load towers of 8 bits of all models (SigLIP's classes read"
+                " weights that are packed then); leave --tower or --for out"
+            )
         if self.kv_bits is not None and not 1 <= self.kv_bits <= 16:
             raise ConfigError(f"--kv-bits {self.kv_bits:g} is not between 1 and 16")
         if self.format is WeightFormat.GGUF:

@@ -215,7 +215,7 @@ def _go_on(
             events(StepStarted(what="finding which outputs matter most"))
             matters = kept_mean_squares(run.source, calibration.rows, staging.state, run.device)
         _fill(run, staging, journal, units, calibration, events, memory.workers, matters)
-        _finish(run, staging.result, journal)
+        _finish(run, staging, journal)
         journal.complete()
     report = report_of(run, model_of(staging.out, run.options.format), journal, calibration)
     staging.publish()
@@ -285,9 +285,12 @@ def _writer_of(run: QuantizeRun, staging: StagingFolders, written: set[str]) -> 
     return ShardWriter(staging.result, layouts, run.options.max_shard_bytes, written)
 
 
-def _finish(run: QuantizeRun, result: Path, journal: Journal) -> None:
+def _finish(run: QuantizeRun, staging: StagingFolders, journal: Journal) -> None:
+    result = staging.result
     if run.file is None:
         _describe(run, result, journal)
+    if run.projector is not None:
+        run.projector.write(result / model_of(staging.out, WeightFormat.GGUF).name)
     for path in result.iterdir():
         flush(path)
     flush(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +67,12 @@ class PlannedTensor:
         return self.slot.shape
 
     @property
+    def module(self) -> str:
+        """Its linear, as transformers names it."""
+        own = self.name.removesuffix(_WEIGHT)
+        return own if self.part is None else self.part.modules.get(self.name, own)
+
+    @property
     def nbytes(self) -> int:
         return sum(layout.nbytes for layout in self.stored)
 
@@ -95,9 +101,7 @@ class QuantizePlan:
     def model_config(self, source: ModelSource) -> dict[str, Any]:
         """Derive the result's config.json from the source's."""
         schemes = {
-            tensor.name.removesuffix(_WEIGHT): tensor.scheme
-            for tensor in self.tensors
-            if tensor.scheme is not None
+            tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme is not None
         }
         quantized = {tensor.role for tensor in self.tensors if tensor.scheme is not None}
         ignore = [] if Role.HEAD in quantized else ["lm_head"]
@@ -157,11 +161,13 @@ def make_plan(
     tensors = [_planned(slot, found[slot.name], dtype, store) for slot in slots]
     if options.format is WeightFormat.GGUF:
         return QuantizePlan(dtype, tuple(tensors), tuple(kept), tuple(notes), store)
-    parts, more = other_parts(source)
+    parts, more = other_parts(source, options.tower_bits)
     for part in parts:
-        tensors += [
-            PlannedTensor(slot, None, (part.layout(slot, dtype),), part) for slot in part.slots
-        ]
+        for slot in part.slots:
+            scheme = part.schemes.get(slot.name)
+            planned = _planned(slot, scheme, dtype, store)
+            stored = planned.stored if scheme else (part.layout(slot, dtype),)
+            tensors.append(replace(planned, stored=stored, part=part))
         kept += part.linears
         if options.format is WeightFormat.COMPRESSED_TENSORS:
             kept += part.patterns

@@ -100,6 +100,8 @@ def refuse_unsaid(source: ModelSource) -> None:
 
 def check_space(run: QuantizeRun, staging: StagingFolders, calibration: Calibration | None) -> None:
     result = sum(tensor.nbytes for tensor in run.plan.tensors)
+    if run.projector is not None:
+        result += run.projector.nbytes
     work = 0
     if calibration is not None:
         work = disk_bytes(run.source.spec, calibration.rows)

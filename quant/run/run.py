@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.quant.gguf.file_writer import PlannedFile
+    from appliance.quant.gguf.projector import Projector
     from appliance.quant.kv.calibrate import KVPlan
     from appliance.quant.run.fingerprint import Fingerprint
     from appliance.quant.run.options import QuantizeOptions
@@ -43,6 +44,7 @@ class QuantizeRun:
     device: torch.device
     started: float  # by time.monotonic
     file: PlannedFile | None = None  # of a run that writes GGUF
+    projector: Projector | None = None  # beside that file
     kv: KVPlan | None = None  # plan of the KV cache, once chosen
     chosen: tuple[str, ...] = ()  # notes on what was chosen for the user
 

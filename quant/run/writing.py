@@ -203,7 +203,8 @@ class Rounding:
         """Quantize a weight by its planned scheme."""
         scheme = tensor.scheme
         assert scheme is not None, tensor.name
-        pieces = WeightPieces(self._weights, tensor.name)
+        part = tensor.part
+        pieces = part.pieces(tensor.slot) if part else WeightPieces(self._weights, tensor.name)
 
         def quantize_rows(rows: slice) -> QuantizedWeight:
             piece = pieces.rows(rows).to(self._device)

@@ -108,7 +108,7 @@ class MmprojWeights:
         self, file: GGUFFile, family: TowerFamily, clip: ClipMapping, spec: TowerSpec
     ) -> None:
         self._file, self._spec = file, spec
-        stored = _stored_layers(spec)
+        stored = stored_layers(spec)
         names = _names_in(file, clip.names, stored)
         mapping = GGUFMapping("clip", _no_settings, names, clip.interleaved_rope)
         described = Family(
@@ -116,8 +116,7 @@ class MmprojWeights:
         )
         self._layers = GGUFWeights(file, described, stored)
         self._outside = self._find_outside(clip)
-        inside = self._find_scales(family.names, clip)
-        inside |= self._find_bounds(family.names) if spec.clips else {}
+        inside = names_of_numbers(spec, family.names, replace(clip, names=names))
         if missing := sorted({*inside.values()} - {*file.tensor_names()}):
             raise CheckpointError(f"{file.path.name}: tensor {missing[0]} is missing; {_AGAIN}")
         self._outside |= inside
@@ -130,13 +129,7 @@ class MmprojWeights:
 
     def _find_outside(self, clip: ClipMapping) -> dict[str, str]:
         """Return the stored names of tensors around the layers by the family's."""
-        names: dict[str, str] = {}
-        for own, stored in clip.outside.items():
-            if "{}" not in own:
-                names[own] = stored
-                continue
-            for place, (layer, _) in enumerate(self._spec.taps):
-                names[own.format(place)] = stored.format(layer)
+        names = names_outside(self._spec, clip)
         present = self._file.tensor_names()
         found = {own: stored for own, stored in names.items() if stored in present}
         for kind in ("weight", "bias"):
@@ -147,26 +140,6 @@ class MmprojWeights:
             own, _, kind = missing[0].rpartition(".")
             stored = f"{names[own]}.{kind}" if own in names else names[missing[0]]
             raise CheckpointError(f"{self._file.path.name}: tensor {stored} is missing; {_AGAIN}")
-        return found
-
-    def _find_scales(self, names: TensorNames, clip: ClipMapping) -> dict[str, str]:
-        """Return the stored names of what multiplies the answers of attention and MLP."""
-        pairs = zip(self._spec.scales or (), clip.scales or (), strict=True)
-        return {
-            names.in_layer(index, own): clip.names.in_layer(index, stored)
-            for own, stored in pairs
-            for index in range(len(self._spec.layers.layers))
-        }
-
-    def _find_bounds(self, names: TensorNames) -> dict[str, str]:
-        """Return the stored names of bounds that the layers' linears clip to; see `clipping`."""
-        found: dict[str, str] = {}
-        for index in range(len(self._spec.layers.layers)):
-            for part in (*names.qkv, names.output, *names.gate_up, names.down):
-                linear = names.in_layer(index, part)
-                stored = self._layers.usual_name(f"{linear}.weight").removesuffix(".weight")
-                for end in ("input_min", "input_max", "output_min", "output_max"):
-                    found[f"{linear.rpartition('.')[0]}.{end}"] = f"{stored}.{end}"
         return found
 
     def _check(self, slots: list[TensorSlot]) -> None:
@@ -231,6 +204,39 @@ class MmprojWeights:
         return ()
 
 
+def names_outside(spec: TowerSpec, clip: ClipMapping) -> dict[str, str]:
+    """Return the stored names of what is around the layers by the family's: see `ClipMapping`."""
+    names: dict[str, str] = {}
+    for own, stored in clip.outside.items():
+        if "{}" not in own:
+            names[own] = stored
+            continue
+        for place, (layer, _) in enumerate(spec.taps):
+            names[own.format(place)] = stored.format(layer)
+    return names
+
+
+def names_of_numbers(spec: TowerSpec, names: TensorNames, clip: ClipMapping) -> dict[str, str]:
+    """Return the stored names of vectors that multiply what attention and MLP say, and of bounds.
+
+    Bounds are those that linears of the layers clip to; see `clipping`.
+    """
+    found: dict[str, str] = {}
+    for index in range(len(spec.layers.layers)):
+        for own, stored in zip(spec.scales or (), clip.scales or (), strict=True):
+            found[names.in_layer(index, own)] = clip.names.in_layer(index, stored)
+        pairs = zip(_linears(names), _linears(clip.names), strict=True) if spec.clips else ()
+        for own, stored in pairs:
+            linear = names.in_layer(index, own).rpartition(".")[0]
+            for end in ("input_min", "input_max", "output_min", "output_max"):
+                found[f"{linear}.{end}"] = f"{clip.names.in_layer(index, stored)}.{end}"
+    return found
+
+
+def _linears(names: TensorNames) -> tuple[str, ...]:
+    return (*names.qkv, names.output, *names.gate_up, names.down)
+
+
 def _names_in(file: GGUFFile, names: TensorNames, layers: DecoderSpec) -> TensorNames:
     """Return the names of the layers' tensors; early files call up what is down."""
     down = f"{names.in_layer(0, names.down)}.weight"
@@ -254,7 +260,7 @@ def described_elsewhere(config: ConfigReader) -> DecoderSpec:
     raise AssertionError("a tower's layers are described by its own family")
 
 
-def _stored_layers(spec: TowerSpec) -> DecoderSpec:
+def stored_layers(spec: TowerSpec) -> DecoderSpec:
     """Return the layers with heads as wide as they are stored."""
     layer = spec.layers.layers[0]
     mixer = layer.mixer

@@ -306,6 +306,14 @@ class TowerWeights:
         parts = weight.reshape(weight.shape[0], self._heads, narrow)
         return arrays.padded(parts, self._width - narrow).reshape(weight.shape[0], -1)
 
+    def stored_name(self, name: str) -> str:
+        """Return a tensor's name in the checkpoint."""
+        return self._stored[name]
+
+    def as_stored(self, name: str) -> Any:
+        """Read a tensor of the checkpoint without what executors need of it."""
+        return self._weights.load(self._stored[name])
+
     def notes(self) -> tuple[str, ...]:
         return self._weights.notes()
 

@@ -36,6 +36,7 @@ NO_NORM = f"{TOWER}no_norm"
 HEAD_WIDTH_STEP = 16  # the C library's; narrower heads get elements that are 0
 _MOST_ROWS = 1 << 24
 CLIP = "clip.vision."  # how a projector file's settings begin
+CLIP_SCALE = "projector.scale_factor"
 # llama.cpp's names of the parts of a layer; the others are in a family's mapping.
 CLIP_NAMES = TensorNames(
     embedding="v.rows",
@@ -120,6 +121,7 @@ class ClipMapping:
         interleaved_rope: as in `GGUFMapping`.
         tapped: those of `wholes` whose towers have taps.
         always: architectures of texts that always have a tower.
+        merge: key of `TowerSpec.merge`, without `CLIP`.
     """
 
     projector: str
@@ -132,6 +134,19 @@ class ClipMapping:
     interleaved_rope: bool = False
     tapped: frozenset[str] = frozenset()
     always: frozenset[str] = frozenset()
+    merge: str = "spatial_merge_size"
+
+    def architecture_of(self, kind: str, own: str) -> str | None:
+        """Return the architecture of a whole's text, if it has files.
+
+        Args:
+            kind: the whole's `model_type`.
+            own: the architecture of such a text without a tower.
+        """
+        labels = [name for name, whole in self.wholes.items() if whole == kind]
+        if own in labels or (not labels and own in self.wholes):
+            return own
+        return next(iter(labels), None)
 
 
 @dataclass(frozen=True, slots=True)

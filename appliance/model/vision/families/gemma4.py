@@ -9,6 +9,7 @@ from appliance.model.names import TensorNames
 from appliance.model.spec import AttentionSpec, NormSpec
 from appliance.model.vision.families.family import (
     CLIP_NAMES,
+    CLIP_SCALE,
     EMBEDDING,
     NO_NORM,
     PROJECTOR,
@@ -101,7 +102,7 @@ def _clip(clip: ClipSettings) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "head_dim": vision["hidden_size"] // heads,
         "rms_norm_eps": vision["layer_norm_eps"],
-        "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
+        "pooling_kernel_size": clip.integer(CLIP_SCALE, 3),
         "position_embedding_size": clip.table_rows(),
         "standardize": "v.std_bias" in clip.tensors,
         "use_clipped_linears": "v.blk.0.attn_q.input_max" in clip.tensors,
@@ -147,5 +148,6 @@ GEMMA4 = TowerFamily(
             mlp_post_norm="ffn_post_norm",
         ),
         always=frozenset({"gemma4"}),
+        merge=CLIP_SCALE,
     ),
 )

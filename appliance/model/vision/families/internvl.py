@@ -11,6 +11,7 @@ from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
     CLIP_NAMES,
+    CLIP_SCALE,
     EMBEDDING,
     NO_NORM,
     PROJECTOR,
@@ -99,7 +100,7 @@ def _clip(clip: ClipSettings) -> dict[str, Any]:
     }
     return {
         "vision_config": clip.layers_of_tower() | more,
-        "downsample_ratio": 1 / clip.integer("projector.scale_factor"),
+        "downsample_ratio": 1 / clip.integer(CLIP_SCALE),
     }
 
 
@@ -140,5 +141,6 @@ INTERNVL = TowerFamily(
             CLIP_NAMES, final_norm=NO_NORM, query_norm="attn_q_norm", key_norm="attn_k_norm"
         ),
         scales=("ls1.weight", "ls2.weight"),
+        merge=CLIP_SCALE,
     ),
 )

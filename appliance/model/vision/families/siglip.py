@@ -10,6 +10,7 @@ from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
+    CLIP_SCALE,
     EMBEDDING,
     PROJECTOR,
     TOWER,
@@ -139,20 +140,20 @@ _CLIP_OUTSIDE = {
 def _clip_idefics3(clip: ClipSettings) -> dict[str, Any]:
     return {
         "vision_config": clip.layers_of_tower(),
-        "scale_factor": clip.integer("projector.scale_factor"),
+        "scale_factor": clip.integer(CLIP_SCALE),
     }
 
 
 def _clip_gemma3(clip: ClipSettings) -> dict[str, Any]:
     vision = clip.layers_of_tower()
-    rows = vision["image_size"] // vision["patch_size"] // clip.integer("projector.scale_factor", 4)
+    rows = vision["image_size"] // vision["patch_size"] // clip.integer(CLIP_SCALE, 4)
     return {"vision_config": vision, "mm_tokens_per_image": rows**2}
 
 
 def _clip_lfm2(clip: ClipSettings) -> dict[str, Any]:
     return {
         "vision_config": clip.layers_of_tower() | {"num_patches": clip.table_rows()},
-        "downsample_factor": clip.integer("projector.scale_factor", 2),
+        "downsample_factor": clip.integer(CLIP_SCALE, 2),
         "projector_bias": "mm.1.bias" in clip.tensors,
         "projector_use_layernorm": "mm.input_norm.weight" in clip.tensors,
     }
@@ -169,6 +170,7 @@ IDEFICS3 = TowerFamily(
         {"llama": "smolvlm"},
         _clip_idefics3,
         _CLIP_OUTSIDE | {f"{PROJECTOR}modality_projection.proj": "mm.model.fc"},
+        merge=CLIP_SCALE,
     ),
 )
 GEMMA3 = TowerFamily(
@@ -190,6 +192,7 @@ GEMMA3 = TowerFamily(
             f"{PROJECTOR}mm_input_projection_weight": "mm.input_projection.weight",
             f"{PROJECTOR}mm_soft_emb_norm": "mm.soft_emb_norm",
         },
+        merge=CLIP_SCALE,
     ),
 )
 LFM2_VL = TowerFamily(
@@ -211,6 +214,7 @@ LFM2_VL = TowerFamily(
             f"{PROJECTOR}linear_1": "mm.1",
             f"{PROJECTOR}linear_2": "mm.2",
         },
+        merge=CLIP_SCALE,
     ),
 )
 PADDLEOCR_VL = TowerFamily(

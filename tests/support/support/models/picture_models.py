@@ -129,17 +129,24 @@ PICTURE_MODELS = {
 }
 
 
-def write_picture_model(name: str, folder: Path, *, context: int = 512) -> Path:
-    """Write a model whose vocabulary is single bytes and its control tokens."""
+def write_picture_model(
+    name: str, folder: Path, *, context: int = 512, merges: tuple[tuple[str, str], ...] = ()
+) -> Path:
+    """Write a model whose vocabulary is single bytes and its control tokens.
+
+    Args:
+        merges: more than those of the model, of which GGUF files must have some.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     found = PICTURE_MODELS[name]
     controls = ["<unk>", "<|im_start|>", "<|im_end|>", *found.words]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merged = ["".join(pair) for pair in found.merges]
+    merges = (*found.merges, *merges)
+    merged = ["".join(pair) for pair in merges]
     vocabulary = {word: place for place, word in enumerate((*controls, *letters, *merged))}
-    raw = Tokenizer(models.BPE(vocabulary, [*found.merges]))
+    raw = Tokenizer(models.BPE(vocabulary, [*merges]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
