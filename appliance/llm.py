@@ -60,12 +60,15 @@ class RequestOutput:
 
     Attributes:
         prompt_token_ids: with an id of 0 for each row of a picture, which has no token.
+        prompt_logprobs: of each prompt token after the first, or behind the last picture, if they
+            are asked for.
     """
 
     prompt: str
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class _Prompt(NamedTuple):
@@ -167,6 +170,7 @@ class LLM:
         *,
         adapter: str | None = None,
         progress: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, in the model's chat format.
 
@@ -178,6 +182,7 @@ class LLM:
             sampling_params: one for all; None means `default_sampling`.
             adapter: as in `generate`.
             progress: as in `generate`.
+            continue_final_message: go on in the last message, an answer's beginning.
 
         Raises:
             ChatTemplateError: the model has no chat template.
@@ -187,7 +192,8 @@ class LLM:
         self.tokenizer.isolate_template()  # the checkpoint's author is a stranger here too
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts = [self._chat_prompt(conversation) for conversation in conversations]
+        continues = "content" if continue_final_message else None
+        prompts = [self._chat_prompt(conversation, continues) for conversation in conversations]
         if sampling_params is None:
             sampling_params = self.default_sampling
         sampling = [sampling_params] * len(prompts)
@@ -215,11 +221,14 @@ class LLM:
             ids, content = list(content), self.tokenizer.decode(content)
         return _Prompt(content, *laid_out(ids, pictures, self._pictures, self.tokenizer))
 
-    def _chat_prompt(self, conversation: Sequence[Mapping[str, Any]]) -> _Prompt:
+    def _chat_prompt(
+        self, conversation: Sequence[Mapping[str, Any]], continues: str | None
+    ) -> _Prompt:
         attached = [_turn(turn, place) for place, turn in enumerate(conversation)]
         told, pictures = read_pictures(attached, self._pictures)
         turns, _ = prepare(self.tokenizer.dialect, told, None)
-        ids = self.tokenizer.encode_chat(turns, beside=texts_beside(pictures, self._pictures))
+        beside = texts_beside(pictures, self._pictures)
+        ids = self.tokenizer.encode_chat(turns, continues=continues, beside=beside)
         text = self.tokenizer.decode(ids)
         return _Prompt(text, *laid_out(ids, pictures, self._pictures, self.tokenizer))
 
@@ -345,6 +354,7 @@ class _Run:
         text, choice.finish_reason = self._texts[delta.index].push(
             delta.token_ids, delta.finish_reason
         )
+        self.output.prompt_logprobs += delta.prompt_logprobs or ()
         choice.text += text
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()

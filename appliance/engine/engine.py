@@ -133,10 +133,10 @@ class LLMEngine:
     def _check_pictures(self, request: Request) -> None:
         if self.pictures is None:
             raise RequestError(TEXTS_ONLY, param="messages", code="unsupported_content")
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None and not request.to_read:
             raise RequestError(
-                "the rows of a picture have no tokens to score; leave out prompt_logprobs, or the"
-                " pictures",
+                "no token follows the last picture that could be scored; leave out prompt_logprobs,"
+                " or write a text behind it",
                 param="prompt_logprobs",
             )
 

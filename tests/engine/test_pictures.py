@@ -259,8 +259,10 @@ def test_a_picture_is_encoded_once_and_no_other_is_taken_for_it(served: Served) 
 def test_what_cannot_be_served_is_refused(served: Served) -> None:
     ids, pictures = prompt_of([canvas_of(served, served.case.grids[0], 1)])
     scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    request = msgspec.structs.replace(request_of("scored", ids, pictures), sampling=scored)
-    with pytest.raises(RequestError, match="no tokens to score"):
+    request = msgspec.structs.replace(
+        request_of("scored", ids[: pictures.spans[-1].stop], pictures), sampling=scored
+    )
+    with pytest.raises(RequestError, match="no token follows the last picture"):
         served.engine.submit(request)
     texts = load(served.folder, images=False)
     with pytest.raises(RequestError, match="reads texts only"):

@@ -88,7 +88,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
                 Pooling.CLS: range(1),
                 Pooling.LAST: range(length - 1, length),
             }[self.pooling]
-        return range(0 if self.sampling.prompt_logprobs is None else length - 1)
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        # No token stands in a picture's row.
+        start = 0 if self.pictures is None else self.pictures.spans[-1].stop - 1
+        return range(start, length - 1)
 
     def __post_init__(self) -> None:
         if self.sampling.max_tokens == 0 and (

@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             speculated on.
         logit_bias: token id to a value added to its logit, -100 to 100.
         logprobs: alternatives per token; 0 reports the chosen one only, None nothing.
-        prompt_logprobs: likewise for each prompt token after the first.
+        prompt_logprobs: likewise for each prompt token after the first, or behind the last picture.
         stop: strings that end the answer; excluded from it.
         stop_token_ids: token ids that end the answer.
         ignore_eos: continue past the end-of-sequence token.

@@ -80,10 +80,15 @@ def completion_logprobs(
 def prompt_logprobs(
     answer: Answer, number: int, tokenizer: Tokenizer
 ) -> PromptLogprobs | UnsetType:
-    """Return one prompt's scores; UNSET if not requested."""
+    """Return one prompt's scores; UNSET if not requested.
+
+    None stands for the first token, and for those up to the last picture's rows.
+    """
     if not answer.scores_prompts:
         return UNSET
-    return [None, *(_place(one, tokenizer) for one in answer.prompt_logprobs[number])]
+    reported = answer.prompt_logprobs[number]
+    before = answer.prompt_lengths[number] - len(reported)
+    return [*[None] * before, *(_place(one, tokenizer) for one in reported)]
 
 
 def _place(scored: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, PromptLogprob]:

@@ -62,7 +62,8 @@ class Answer:
         self._reading = reading
         self._sampling = sampling
         self.num_choices = len(requests) * sampling.num_choices
-        self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.prompt_lengths = [len(request.prompt_token_ids) for request in requests]
+        self.prompt_tokens = sum(self.prompt_lengths)
         self._metrics = state.metrics
         self._name = requests[0].request_id
         self._request_id = request_id

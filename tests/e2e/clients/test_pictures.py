@@ -207,6 +207,26 @@ def test_all_protocols_show_the_model_the_same(clients: Clients) -> None:
     assert props["modalities"] == {"vision": True, "audio": False}
 
 
+def test_scores_of_a_prompt_begin_behind_its_pictures(clients: Clients) -> None:
+    """As without one: the tokens behind the picture are those behind its end."""
+    parts = [chat_part(png("coffee.png")), {"type": "text", "text": QUESTION}]
+    told = clients.openai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": cast("Any", parts)}],
+        temperature=0,
+        max_tokens=1,
+        extra_body={"prompt_logprobs": 0},
+    )
+    assert told.usage is not None
+    places = (told.model_extra or {})["prompt_logprobs"]
+    assert len(places) == told.usage.prompt_tokens
+    scored = [place for place in places if place]
+    assert not any(places[: -len(scored)])
+    words = [next(iter(place.values()))["decoded_token"] for place in scored]
+    assert words[0] == "<|vision_end|>"
+    assert "".join(words[1:]).startswith(QUESTION)
+
+
 def test_javascript_shows_the_model_the_same(clients: Clients, tmp_path: Path) -> None:
     file = pictures() / "coffee.png"
     wanted = by_chat(clients, file.read_bytes())
