@@ -45,6 +45,14 @@ def evaluate(
     calls: Annotated[
         bool, typer.Option(help="Let the model and its base call tools, and count right calls.")
     ] = True,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of pictures, each with a text about it (cat.jpg, cat.txt) or without:"
+            " measure the loss of the texts behind them.",
+            show_default=False,
+        ),
+    ] = None,
     lm_eval: Annotated[
         str, typer.Option(help="Tasks of lm-evaluation-harness instead, through --url.")
     ] = "",
@@ -93,6 +101,7 @@ def evaluate(
         rounding=rounding,
         kinds=kinds,
         calls=calls,
+        pictures=pictures,
         compare=tuple(compare or ()),
         device=torch.device(choose_device(device)),
     )

@@ -168,6 +168,13 @@ def quantize(
         bool, typer.Option(help="Measure the result on held-out text, and write its quality card.")
     ] = True,
     card_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 4096,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of pictures for the card, as of evaluate.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Quantize a model's weights into a folder that can be served.
 
@@ -259,7 +266,9 @@ def quantize(
         typer.echo(report.summary(), err=True)
         later = f"make it with: appliance evaluate {report.out} --against {resolved.path}"
         with _interruptible(lambda: f"the weights are done, their quality card is not; {later}"):
-            make_card_of_run(report, resolved.path, report.card_tokens, options.max_ram, tell)
+            make_card_of_run(
+                report, resolved.path, report.card_tokens, options.max_ram, tell, pictures
+            )
     typer.echo(f"serve it with: appliance serve {report.out}", err=True)
 
 
@@ -320,7 +329,12 @@ def tell_job(job: JobFile, event: QuantizeEvent) -> None:
 
 
 def make_card_of_run(
-    report: QuantizeReport, base: Path, tokens: int, max_ram: int | None, on_event: OnEvent
+    report: QuantizeReport,
+    base: Path,
+    tokens: int,
+    max_ram: int | None,
+    on_event: OnEvent,
+    pictures: Path | None = None,
 ) -> None:
     """Save a run's facts beside its weights, then measure these and write their card.
 
@@ -331,6 +345,7 @@ def make_card_of_run(
         base: the unquantized model.
         tokens: number to measure on; 0 makes no card.
         max_ram: limit of the process's memory in bytes; None takes the free memory.
+        pictures: folder of them, as of `CardOptions`.
     """
     from appliance.progress.progress import ProgressLine
     from appliance.progress.quantize_events import CardWritten, Measuring
@@ -346,7 +361,7 @@ def make_card_of_run(
         if not tokens:
             return
         text = HeldOutText(None, tokens, min(CARD_WINDOW, tokens))
-        options = CardOptions(text=text, max_ram=max_ram)
+        options = CardOptions(text=text, max_ram=max_ram, pictures=pictures)
         with ProgressLine() as progress:
 
             def tell(stage: str, done: int, total: int) -> None:

@@ -192,6 +192,31 @@ class ToolCalls:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureLoss:
+    """The loss of texts behind pictures, in nats a token: means over pictures.
+
+    Models run as they are served, each with its own tower.
+
+    Attributes:
+        pictures: number of them; 0 if none could be shown.
+        tokens: of all texts.
+        written: texts that the base wrote.
+        base: its loss.
+        change: the candidate's loss, less that of the base.
+        same_top_percent: places where both find the same token likeliest.
+        reason: why none were shown; "" if they were.
+    """
+
+    pictures: int
+    tokens: int = 0
+    written: int = 0
+    base: Figure = Figure(0.0, 0.0)
+    change: Figure = Figure(0.0, 0.0)
+    same_top_percent: Figure = Figure(0.0, 0.0)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """Another stored form of the same base, measured on the same text or read from its card."""
 
@@ -265,6 +290,7 @@ class Card:
             prompts, compared with itself; None without weights that allow it.
         kinds: further kinds of text.
         calls: None if it was not asked to call tools.
+        pictures: None if no pictures were given.
     """
 
     created: str  # ISO 8601, UTC
@@ -285,6 +311,7 @@ class Card:
     prompt_int8: Comparison | None = None
     kinds: tuple[KindRow, ...] = ()
     calls: ToolCalls | None = None
+    pictures: PictureLoss | None = None
     schema: int = SCHEMA
 
     def line(self) -> str:

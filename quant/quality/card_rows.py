@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Figure,
         KindRow,
         KVRow,
+        PictureLoss,
         TaskScore,
         ToolCalls,
     )
@@ -56,6 +57,7 @@ def measures(card: Card) -> list[Row]:
         ("tokens compared", f"{found.places:,}"),
         *rounded,
         *([] if card.calls is None else [("tool calls", calls_in_words(card.calls))]),
+        *([] if card.pictures is None else [("pictures", pictures_in_words(card.pictures))]),
     ]
 
 
@@ -77,6 +79,18 @@ def calls_in_words(calls: ToolCalls) -> str:
         said = f"the base gets none of {calls.asked} right, so nothing can be lost; after"
         said += f" {calls.right}"
     return said + ("" if calls.in_template else "; the chat template lists no tools")
+
+
+def pictures_in_words(found: PictureLoss) -> str:
+    """Compare the losses of texts behind pictures, or say why there are none."""
+    if not found.pictures:
+        return f"not shown: {found.reason}"
+    written = f", {found.written} written by the base" if found.written else ""
+    return (
+        f"loss {figure(found.base, 4)} before, {figure(found.change, 4)} more after, same top"
+        f" {figure(found.same_top_percent, 2)} %, {found.tokens:,} tokens of {found.pictures} texts"
+        f"{written}; as served, \u00b1 over pictures"
+    )
 
 
 def to_markdown(card: Card) -> str:

@@ -36,6 +36,7 @@ from appliance.quant.quality.card import (
 )
 from appliance.quant.quality.facts import PeakMemory, facts_of, facts_of_run, quantizes_inputs
 from appliance.quant.quality.kv_caches import KV_FORMATS, bytes_per_token, caches_of
+from appliance.quant.quality.pictures import compare_pictures, pictures_in
 from appliance.quant.quality.predict import PredictionPass
 from appliance.quant.quality.streams import (
     BASE,
@@ -79,6 +80,7 @@ class CardOptions:
         rounding: also measure rounding to nearest, if the weights are packed.
         kinds: also measure the packaged passages, beside a base; see `windows_of_kinds`.
         calls: also let both models call tools; see `tool_calls`.
+        pictures: folder of pictures, whose texts both models are measured on; see `pictures`.
         compare: folders whose cards are shown as alternatives.
         max_ram: limit of the process's memory in bytes; None takes what is free.
     """
@@ -89,6 +91,7 @@ class CardOptions:
     rounding: bool = True
     kinds: bool = True
     calls: bool = True
+    pictures: Path | None = None
     compare: tuple[Path, ...] = ()
     max_ram: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -153,6 +156,8 @@ def make_card(
         device=options.device,
     )
     compared = compared_cards(options.compare, windows)  # fails before the work
+    if options.pictures is not None:
+        pictures_in(options.pictures)
     found = evaluate(candidate, windows, what, on_progress)
     kinds: tuple[KindRow, ...] = ()
     if options.kinds and original is not None:
@@ -169,6 +174,14 @@ def make_card(
             on_progress("calling tools", 0, 1)
         device, most = options.device.type, options.max_ram
         calls = compare_calls(model, original.path, tokenizer, device=device, max_ram=most)
+    shown = None
+    if options.pictures is not None and original is not None:
+        if on_progress is not None:
+            on_progress("looking at pictures", 0, 1)
+        device, most = options.device.type, options.max_ram
+        shown = compare_pictures(
+            model, original.path, options.pictures, device=device, max_ram=most
+        )
     facts = facts_of(candidate)
     card = Card(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -193,6 +206,7 @@ def make_card(
         prompt_int8=None if found.prompt_int8 is None else found.prompt_int8.summary(),
         kinds=kinds,
         calls=calls,
+        pictures=shown,
         cost=Cost(0, 0, 0, 0, ""),
     )
     ram, vram = memory.peaks()

@@ -10,12 +10,12 @@ import select
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 
-from appliance.errors import ApplianceError, MemoryPlanError
+from appliance.errors import ApplianceError, MemoryPlanError, QuantizeError
 
 if TYPE_CHECKING:
     from appliance.llm import LLM
@@ -26,10 +26,13 @@ WATCHED_EVERY = 0.02  # seconds
 BLOCK_TOKENS = 32  # cache slots allocated at once, on any device
 ENDS = 8  # openings of a row whose answers may end early
 LEAST_ANSWER = 16  # tokens
+PICTURE_CONTEXT = 8192  # tokens of a picture and its text, at most
+MOST_WRITTEN = 48  # tokens about a picture
+QUESTION = "Describe this picture."
 MIB = 1 << 20
 
 
-class AnswerJob(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerJob(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     """Work for a model.
 
     Attributes:
@@ -46,6 +49,35 @@ class AnswerJob(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     seed: int | None = None
     most: int = 0
+
+
+class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
+    """Texts behind pictures to score.
+
+    Attributes:
+        pictures: paths.
+        texts: about each; the model writes those that are empty.
+        most: bytes of memory of both processes; 0 for no limit.
+    """
+
+    model: str
+    device: str
+    pictures: list[str]
+    texts: list[str]
+    most: int = 0
+
+
+class ScoredTexts(msgspec.Struct, frozen=True):
+    """Texts, and what the model says of each token of theirs.
+
+    Attributes:
+        logprobs: natural logarithms of their probabilities.
+        tops: the likeliest tokens in their places.
+    """
+
+    texts: list[str]
+    logprobs: list[list[float]]
+    tops: list[list[int]]
 
 
 class WrittenRows(msgspec.Struct, frozen=True):
@@ -66,9 +98,57 @@ def work_here(job: AnswerJob) -> list[list[int]]:
         max_num_seqs=AT_ONCE,
         device=job.device,
         kv_cache_dtype="bf16",
-        kv_cache_memory=_cache_bytes(open_model(Path(job.model)), job),
+        kv_cache_memory=_cache_bytes(open_model(Path(job.model)), job.length, len(job.openings)),
     )
     return _answers(llm, job) if job.seed is None else _rows(llm, job, job.seed)
+
+
+def score_here(job: PictureJob) -> ScoredTexts:
+    """Do a job in this process.
+
+    Raises:
+        QuantizeError: the model reads no pictures.
+    """
+    from appliance.engine.nouns.sampling_params import SamplingParams
+    from appliance.llm import LLM
+    from appliance.model.source import open_model
+
+    source = open_model(Path(job.model))
+    length = min(source.spec.context_length, PICTURE_CONTEXT)
+    llm = LLM(
+        job.model,
+        max_model_len=length,
+        max_num_seqs=1,
+        device=job.device,
+        kv_cache_dtype="bf16",
+        kv_cache_memory=_cache_bytes(source, length, 1),
+    )
+    if not llm.engine.info.reads_pictures:
+        raise QuantizeError(f"{Path(job.model).name} reads no pictures here")
+    scored = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=1)
+    found = ScoredTexts([], [], [])
+    for picture, text in zip(job.pictures, job.texts, strict=True):
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+        asked: dict[str, Any] = {"role": "user", "content": parts}
+        greedy = SamplingParams(max_tokens=1 if text else MOST_WRITTEN, temperature=0)
+        (written,) = llm.chat([asked], greedy, progress=False)
+        said = text or written.outputs[0].text.strip()
+        if not said:
+            raise QuantizeError(f"{picture}: the model writes nothing about it; give it a text")
+        turns = [asked, {"role": "assistant", "content": said}]
+        (answer,) = llm.chat(turns, scored, progress=False, continue_final_message=True)
+        before = _same_start(written.prompt_token_ids, answer.prompt_token_ids)
+        reported = answer.prompt_logprobs[before - len(answer.prompt_token_ids) :]
+        found.texts.append(said)
+        found.logprobs.append([one.chosen.logprob for one in reported])
+        found.tops.append([one.top[0].token_id for one in reported])
+    llm.close()
+    return found
+
+
+def _same_start(one: list[int], other: list[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _answers(llm: LLM, job: AnswerJob) -> list[list[int]]:
@@ -110,16 +190,16 @@ def _rows(llm: LLM, job: AnswerJob, seed: int) -> list[list[int]]:
     return rows
 
 
-def _cache_bytes(source: ModelSource, job: AnswerJob) -> int:
+def _cache_bytes(source: ModelSource, length: int, count: int) -> int:
     """Return the bytes of a KV cache that holds all that is answered together."""
     from appliance.model.executor import heads_of
 
-    slots = -(-job.length // BLOCK_TOKENS) * BLOCK_TOKENS
+    slots = -(-length // BLOCK_TOKENS) * BLOCK_TOKENS
     elements = sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads_of(source.spec))
-    return min(len(job.openings), AT_ONCE) * slots * elements * 2
+    return min(count, AT_ONCE) * slots * elements * 2
 
 
-def _check_fits(job: AnswerJob) -> None:
+def _check_fits(job: AnswerJob | PictureJob) -> None:
     """Raise MemoryPlanError, before reading weights, if a model and its cache do not fit."""
     import torch
 
@@ -128,7 +208,8 @@ def _check_fits(job: AnswerJob) -> None:
 
     source = open_model(Path(job.model))
     weights = estimate_native_bytes(source, torch.bfloat16)
-    needed = psutil.Process().memory_info().rss + weights + _cache_bytes(source, job)
+    cache = _cache_bytes(source, job.length, len(job.openings)) if isinstance(job, AnswerJob) else 0
+    needed = psutil.Process().memory_info().rss + weights + cache
     if needed > job.most:
         raise MemoryPlanError(_too_much(f"at least {needed / MIB:,.0f}", job.most))
 
@@ -152,16 +233,23 @@ def _watch(most: int) -> None:
 
 
 def _main() -> None:
-    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=AnswerJob)
+    content = Path(sys.argv[1]).read_bytes()
+    job = msgspec.json.decode(content, type=AnswerJob | PictureJob)
     threading.Thread(target=_watch, args=(job.most,), daemon=True).start()
     try:
         if job.most:
             _check_fits(job)
-        rows = work_here(job)
-        from appliance.quant.run.memory import peak_ram
+        done = score_here(job) if isinstance(job, PictureJob) else _written(job)
     except ApplianceError as error:
         sys.exit(str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(WrittenRows(rows, peak_ram())) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
+
+
+def _written(job: AnswerJob) -> WrittenRows:
+    rows = work_here(job)
+    from appliance.quant.run.memory import peak_ram
+
+    return WrittenRows(rows, peak_ram())
 
 
 if __name__ == "__main__":

@@ -6,19 +6,20 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import psutil
 
 from appliance.errors import QuantizeError
-from appliance.quant.text.answerer import AnswerJob, WrittenRows
+from appliance.quant.text.answerer import AnswerJob, PictureJob, ScoredTexts, WrittenRows
 from appliance.runtime import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAM = "appliance.quant.text.answerer"
+Result = TypeVar("Result", WrittenRows, ScoredTexts)
 Openings = list[list[int]]  # prompts that follow each other in a row
 
 
@@ -74,6 +75,31 @@ def answer(
     return _done(model_path, openings, length, None, device, max_ram).rows
 
 
+def score_pictures(
+    model_path: Path,
+    pictures: Sequence[tuple[Path, str]],
+    *,
+    device: str = "cpu",
+    max_ram: int | None = None,
+) -> ScoredTexts:
+    """Let a model tell how likely it finds a text behind each picture.
+
+    Args:
+        pictures: with their texts; the model writes those that are empty.
+
+    Raises:
+        QuantizeError: the model cannot run here, or reads no pictures; the message says why.
+    """
+    job = PictureJob(
+        model=str(model_path.resolve()),
+        device=device,
+        pictures=[str(path.resolve()) for path, _ in pictures],
+        texts=[text for _, text in pictures],
+        most=_left_of(max_ram),
+    )
+    return _run(job, ScoredTexts)
+
+
 def _done(
     model_path: Path,
     openings: Sequence[Openings],
@@ -84,20 +110,28 @@ def _done(
 ) -> WrittenRows:
     """Do a job in another process; the peak is that of both together."""
     own = psutil.Process().memory_info().rss
-    left = 0 if max_ram is None else max(1, max_ram - own)
     job = AnswerJob(
         model=str(model_path.resolve()),
         device=device,
         openings=list(openings),
         length=length,
         seed=seed,
-        most=left,
+        most=_left_of(max_ram),
     )
+    written = _run(job, WrittenRows)
+    return WrittenRows(written.rows, own + written.peak_ram)
+
+
+def _left_of(max_ram: int | None) -> int:
+    """Return the bytes that another process may take beside this one; 0 for no limit."""
+    return 0 if max_ram is None else max(1, max_ram - psutil.Process().memory_info().rss)
+
+
+def _run(job: AnswerJob | PictureJob, result: type[Result]) -> Result:
     with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
         path = Path(folder) / "job.json"
         path.write_bytes(msgspec.json.encode(job))
-        written = msgspec.json.decode(_output_of(path), type=WrittenRows)
-    return WrittenRows(written.rows, own + written.peak_ram)
+        return msgspec.json.decode(_output_of(path), type=result)
 
 
 def _output_of(job: Path) -> str:
