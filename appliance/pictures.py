@@ -32,7 +32,8 @@ MOST_PICTURES = 64  # of a request
 _ORIENTATION = 0x0112  # EXIF's tag
 _ALPHA_FIRST = {"PA": "RGBA", "RGBa": "RGBA", "La": "LA"}
 _MODES_OF_PNG = ("1", "L", "LA", "P", "I;16", "RGB", "RGBA")
-_DATA_URL = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:([^,;]{0,100})[^,]{0,200}?;base64,", re.IGNORECASE)
+_UNNAMED = ("", "application/octet-stream", "binary/octet-stream")  # what clients call any bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,26 @@ def _param_of(where: str) -> str:
     return re.split(r"[\[.]", where, maxsplit=1)[0]
 
 
-def of_url(url: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
+def of_url(url: str | None, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
     """Take a picture from a data URL, or the address where it is.
 
     Raises:
-        RequestError: another URL, or no base64.
+        ImageError: there is none, or it is a data URL without base64.
+        RequestError: another URL.
     """
-    if found := _DATA_URL.match(url):
-        return of_base64(url[found.end() :], where, detail)
+    if not url:
+        raise ImageError(
+            f"{where} is empty; send the picture itself as a data: URL with base64",
+            param=_param_of(where),
+        )
+    if url[:5].lower() == "data:":
+        if not _DATA_URL.match(url):
+            raise ImageError(
+                f"{where} is {url[:40]!r}, a data: URL without base64; write"
+                " data:image/png;base64, with the type of yours, and the picture's bytes in base64",
+                param=_param_of(where),
+            )
+        return of_base64(url, where, detail)
     if not url.lower().startswith(("http://", "https://")):
         raise _not_fetched(url, where)
     return Attached(b"", where, detail, url)
@@ -105,14 +118,27 @@ def detail_of(given: str | None, where: str) -> ImageDetail:
         ) from None
 
 
-def of_base64(text: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> Attached:
+def of_base64(
+    text: str, where: str, detail: ImageDetail = ImageDetail.AUTO, media_type: str = ""
+) -> Attached:
     """Take a picture from base64, with a data URL's prefix or none, and line ends or none.
+
+    Args:
+        media_type: what the client says it is, if there is no prefix. Which image it is, its bytes
+            say.
 
     Raises:
         ImageError: it is none.
     """
     if found := _DATA_URL.match(text):
-        text = text[found.end() :]
+        text, media_type = text[found.end() :], found[1]
+    kind = media_type.strip().lower()
+    if kind not in _UNNAMED and not kind.startswith("image/"):
+        raise ImageError(
+            f"{where} has the media type {kind[:40]!r}; send an image, such as image/png or"
+            " image/jpeg",
+            param=_param_of(where),
+        )
     plain = "".join(text.split()).translate(str.maketrans("-_", "+/")).rstrip("=")
     try:
         data = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
@@ -120,6 +146,10 @@ def of_base64(text: str, where: str, detail: ImageDetail = ImageDetail.AUTO) -> 
         raise ImageError(
             f"{where} is no base64: {error}; send a picture's bytes in it", param=_param_of(where)
         ) from error
+    if not data:
+        raise ImageError(
+            f"{where} is empty; send a picture's bytes in base64", param=_param_of(where)
+        )
     return Attached(data, where, detail)
 
 

@@ -45,12 +45,10 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
 
 class BlockSource(msgspec.Struct, kw_only=True):
-    """The text of a document, or a picture's bytes or address.
-
-    Its `media_type` is not relied on.
-    """
+    """The text of a document, or a picture's bytes or address."""
 
     type: str
+    media_type: str | None = None
     data: str | None = None
     url: str | None = None
     content: Any = None

@@ -200,13 +200,14 @@ def _part(block: ContentBlock, where: str) -> dict[str, Any]:
     if block.type != "image":
         return {"type": "text", "text": _text_in(block, where)}
     source = _source(block, where)
-    if source.type == "base64" and source.data is not None:
-        return of_base64(source.data, f"{where}.source.data").part
-    if source.type == "url" and source.url is not None:
+    if source.type == "base64":
+        here = f"{where}.source.data"
+        return of_base64(source.data or "", here, media_type=source.media_type or "").part
+    if source.type == "url":
         return of_url(source.url, f"{where}.source.url").part
     raise RequestError(
         f"{where} has a source of type {source.type[:40]!r}; send the picture itself, as a source"
-        " of type base64 (data): files are not kept",
+        " of type base64 (media_type, data): files are not kept",
         param="messages",
         code="unsupported_content",
     )
@@ -258,6 +259,12 @@ def _server_result_text(block: ContentBlock) -> str:
 
 
 def refused(block: ContentBlock, where: str) -> RequestError:
+    if block.type == "image":
+        return RequestError(
+            f"{where} is an image; put it into a message of the user, or into a tool_result",
+            param="messages",
+            code="unsupported_content",
+        )
     known = (
         "text, image, document (of text), search_result, thinking, tool_use, tool_result and the "
         "blocks of Anthropic's tools, with their fields, where they belong"
@@ -273,7 +280,11 @@ def _source(block: ContentBlock, where: str) -> BlockSource:
     try:
         return msgspec.convert(block.source, BlockSource)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{where}.source: {error}", param="messages") from None
+        raise RequestError(
+            f"{where}.source: {error}; send an object with the type, such as base64 (media_type,"
+            " data) for an image and text (data) for a document",
+            param="messages",
+        ) from None
 
 
 def _document(block: ContentBlock, where: str) -> str:

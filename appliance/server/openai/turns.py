@@ -237,9 +237,9 @@ def _content(content: str | list[ContentPart] | None, where: str) -> str | list[
 
 
 def _part(part: ContentPart, where: str) -> dict[str, Any]:
-    if part.type == "image_url" and part.image_url is not None:
+    if part.type == "image_url":
         given = part.image_url
-        image = ImageUrl(url=given) if isinstance(given, str) else given
+        image = given if isinstance(given, ImageUrl) else ImageUrl(url=given)
         return of_url(image.url, f"{where}.image_url", detail_of(image.detail, where)).part
     text = part.refusal if part.type == "refusal" else part.text
     if text is None or part.type not in ("text", "refusal"):

@@ -185,14 +185,14 @@ def _part(part: InputPart, where: str) -> dict[str, Any]:
     if part.type != "input_image":
         known = "text and input_image (image_url)"
         return {"type": "text", "text": _text_of(part, f"{where} is", known)}
-    if part.image_url is not None:
-        return of_url(part.image_url, f"{where}.image_url", detail_of(part.detail, where)).part
-    what = "needs an image_url" if part.file_id is None else "names a file, and files are not kept"
-    raise RequestError(
-        f"{where} {what}; send the picture itself as a data: URL in image_url",
-        param="input",
-        code="unsupported_content",
-    )
+    if part.image_url is None and part.file_id is not None:
+        raise RequestError(
+            f"{where} names a file, and files are not kept; send the picture itself as a data: URL"
+            " in image_url",
+            param="input",
+            code="unsupported_content",
+        )
+    return of_url(part.image_url, f"{where}.image_url", detail_of(part.detail, where)).part
 
 
 def _text_of(part: InputPart, found: str, known: str) -> str:

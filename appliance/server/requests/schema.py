@@ -149,7 +149,7 @@ class SamplingFields(TermsFields, kw_only=True):
 class ImageUrl(msgspec.Struct, kw_only=True):
     """A picture as a data URL."""
 
-    url: str
+    url: str | None = None
     detail: str | None = None
 
 

@@ -69,6 +69,125 @@ async def test_a_model_of_texts_says_so(
         assert running.idle()
 
 
+def chat(part: Any, role: str = "user") -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": said(part, role=role)}
+
+
+def image_url(given: Any) -> tuple[str, dict[str, Any]]:
+    return chat({"type": "image_url", "image_url": given})
+
+
+def responses(role: str = "user", **fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": said({"type": "input_image", **fields}, role=role)}
+
+
+def messages(source: Any, role: str = "user") -> tuple[str, dict[str, Any]]:
+    part = {"type": "image", "source": source}
+    return "/v1/messages", {"max_tokens": 9, "messages": said(part, role=role)}
+
+
+def base64_source(data: Any, media_type: Any = "image/png") -> tuple[str, dict[str, Any]]:
+    return messages({"type": "base64", "media_type": media_type, "data": data})
+
+
+def ollama(images: Any) -> tuple[str, dict[str, Any]]:
+    return "/api/chat", {"messages": [{"role": "user", "content": "?", "images": images}]}
+
+
+def generate(images: Any) -> tuple[str, dict[str, Any]]:
+    return "/api/generate", {"prompt": "?", "images": images}
+
+
+SEND_DATA = "is empty; send the picture itself as a data: URL with base64"
+NO_BASE64 = "a data: URL without base64; write data:image/png;base64,"
+NO_IMAGE = "has the media type 'text/plain'; send an image"
+TEXT_URL = "data:text/plain;base64,AAAA"
+SOURCES = "send an object with the type, such as base64"
+IN_USER = "is an image; put it into a message of the user"
+ODD: list[tuple[tuple[str, dict[str, Any]], str]] = [
+    (image_url(None), f"messages[0].content[0].image_url {SEND_DATA}"),
+    (chat({"type": "image_url"}), f"messages[0].content[0].image_url {SEND_DATA}"),
+    (image_url({}), SEND_DATA),
+    (image_url(""), SEND_DATA),
+    (image_url({"url": ""}), SEND_DATA),
+    (image_url({"url": None}), SEND_DATA),
+    (image_url({"url": 5}), "image_url.url: Expected `str | null`, got `int`"),
+    (image_url([]), "image_url: Expected `str | object | null`, got `array`"),
+    (image_url("data:image/png;base64"), NO_BASE64),
+    (image_url("data:image/png,AAAA"), NO_BASE64),
+    (image_url({"url": TEXT_URL}), NO_IMAGE),
+    (image_url("data:image/png;base64,"), "is empty; send a picture's bytes in base64"),
+    (image_url("data:image/png;base64,A"), "is no base64"),
+    (image_url({"url": URL, "detail": "most"}), "known are auto, low, high, original"),
+    (image_url({"url": URL, "detail": 5}), "detail: Expected `str | null`, got `int`"),
+    (chat({"type": "image", "image": URL}), "supported are text and image_url"),
+    (responses(), SEND_DATA),
+    (responses(image_url=None), SEND_DATA),
+    (responses(image_url=""), SEND_DATA),
+    (responses(image_url={"url": URL}), "image_url: Expected `str | null`, got `object`"),
+    (responses(image_url="data:,"), NO_BASE64),
+    (responses(image_url=TEXT_URL), NO_IMAGE),
+    (responses(image_url=URL, detail="most"), "known are auto, low, high, original"),
+    (responses(file_id="file-1"), "files are not kept; send the picture itself"),
+    (responses("assistant", image_url=URL), "has a content part of type 'input_image'"),
+    (messages(None), SOURCES),
+    (messages({}), SOURCES),
+    (messages("AAAA"), SOURCES),
+    (messages({"type": "disk"}), "has a source of type 'disk'; send the picture itself"),
+    (messages({"type": "file", "file_id": "file_1"}), "files are not kept"),
+    (messages({"type": "base64"}), "source.data is empty; send a picture's bytes"),
+    (base64_source(5), "Expected `str | null`, got `int`"),
+    (base64_source(""), "is empty; send a picture's bytes"),
+    (base64_source("AAAA", "text/plain"), NO_IMAGE),
+    (messages({"type": "url"}), f"source.url {SEND_DATA}"),
+    (messages({"type": "url", "url": "file:///x.png"}), "addresses are not fetched"),
+    (messages(SOURCE, "assistant"), IN_USER),
+    (
+        ("/v1/messages", {"max_tokens": 9, "system": [BLOCK], "messages": said(role="user")}),
+        IN_USER,
+    ),
+    (ollama("AAAA"), "messages[0].images: Expected `array | null`, got `str`"),
+    (ollama([5]), "messages[0].images[0]: Expected `str`, got `int`"),
+    (ollama([None]), "messages[0].images[0]: Expected `str`, got `null`"),
+    (ollama([""]), "messages[0].images[0] is empty; send a picture's bytes in base64"),
+    (ollama(["/tmp/cat.png"]), "messages[0].images[0] is no base64"),
+    (ollama([TEXT_URL]), NO_IMAGE),
+    (generate("AAAA"), "images: Expected `array | null`, got `str`"),
+    (generate([5]), "images[0]: Expected `str`, got `int`"),
+    (generate([""]), "images[0] is empty"),
+]
+
+
+@pytest.mark.parametrize(("request_", "told"), ODD)
+async def test_what_is_no_picture_is_said_with_what_to_send(
+    serve: Serve, request_: tuple[str, dict[str, Any]], told: str
+) -> None:
+    path, fields = request_
+    async with serve() as running:
+        answer = await running.http.post(path, json={"model": "echo", **fields})
+        assert answer.status_code == 400
+        body = answer.json()
+        error = body["error"]
+        if path.startswith("/api/"):
+            assert told in error
+        else:
+            assert told in error["message"]
+            assert error["type"] == "invalid_request_error"
+        if path == "/v1/messages":
+            assert body["type"] == "error"
+        elif path.startswith("/v1/"):
+            assert error["param"] == ("input" if path == "/v1/responses" else "messages")
+        assert running.idle()
+
+
+@pytest.mark.parametrize("fields", [ollama(None), ollama([]), generate(None), generate([])])
+async def test_no_images_are_a_text(serve: Serve, fields: tuple[str, dict[str, Any]]) -> None:
+    path, body = fields
+    async with serve() as running:
+        answer = await running.http.post(path, json={"model": "echo", "stream": False, **body})
+        assert answer.status_code == 200
+
+
 async def test_a_raw_prompt_and_an_address_take_no_pictures(serve: Serve) -> None:
     async with serve() as running:
         for fields, message in (
