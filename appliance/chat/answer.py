@@ -23,7 +23,15 @@ _PATIENCE = 600.0  # seconds between two pieces; long, for long prompts and load
 
 
 class NoAnswerError(ApplianceError):
-    """The model gave no complete answer; the message says why and what to do."""
+    """The model gave no complete answer; the message says why and what to do.
+
+    Args:
+        code: the API's machine-readable word, if there is one.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -95,7 +103,7 @@ class ServerSource:
                 client.stream("POST", server.path("/v1/chat/completions"), json=body) as response,
             ):
                 if response.status_code != 200:
-                    raise NoAnswerError(_refusal(response.status_code, await response.aread()))
+                    raise _refusal(response.status_code, await response.aread())
                 async for received in response.aiter_bytes():
                     yield received
         except httpx.HTTPError as error:
@@ -124,12 +132,13 @@ async def fetch_answer(
     except NoAnswerError:
         raise
     except ApplianceError as error:
-        raise NoAnswerError(str(error)) from error
+        raise NoAnswerError(str(error), getattr(error, "code", None)) from error
 
 
 def _take(event: dict[str, Any], answer: ChatAnswer, show: Show) -> None:
     if "error" in event:
-        raise NoAnswerError(str(event["error"].get("message", event["error"])))
+        error = event["error"]
+        raise NoAnswerError(str(error.get("message", error)), error.get("code"))
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
@@ -148,10 +157,12 @@ def _take(event: dict[str, Any], answer: ChatAnswer, show: Show) -> None:
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _refusal(status: int, body: bytes) -> NoAnswerError:
+    code = None
     try:
-        message = str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        message, code = str(error["message"]), error.get("code")
     except (ValueError, KeyError, TypeError):
         message = body[:200].decode(errors="replace")
     hint = "; set APPLIANCE_API_KEY to a key that it knows" if status in (401, 403) else ""
-    return f"the server answered {status}: {message}{hint}"
+    return NoAnswerError(f"the server answered {status}: {message}{hint}", code)

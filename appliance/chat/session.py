@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from appliance.chat.dialogue import Dialogue
     from appliance.chat.question_line import QuestionLine
 
+# Of a request whose pictures are refused.
+_PICTURE_CODES = {"invalid_image", "image_too_large", "too_many_images", "unsupported_content"}
+
 
 @dataclass(slots=True)
 class ChatSession:
@@ -83,7 +86,7 @@ class ChatSession:
                 self.screen.note("\nCtrl-D or /exit leaves")
             except NoAnswerError as error:
                 self.screen.note(f"error: {error}")
-                self.screen.note("the question was not kept; /undo and /clear make prompts shorter")
+                self.screen.note(_kept_out(error.code))
             except ApplianceError as error:
                 self.screen.note(f"error: {error}")
 
@@ -107,6 +110,22 @@ class ChatSession:
             self.screen.note(follow(self, words))
         elif words:
             self.ask(words)
+
+
+def _kept_out(code: str | None) -> str:
+    """Say what became of a question without an answer, and how to go on.
+
+    Args:
+        code: why it has none, see `NoAnswerError`.
+    """
+    if code == "context_length_exceeded":
+        return "the question was not kept; /undo and /clear make prompts shorter"
+    if code in _PICTURE_CODES:
+        return (
+            "the question and its pictures were not kept; /image FILE sends another picture, and"
+            " /undo takes earlier ones back"
+        )
+    return "the question was not kept"
 
 
 async def _until_ctrl_c(answer: Coroutine[None, None, None]) -> None:

@@ -184,3 +184,23 @@ def test_ctrl_c_stops_an_answer_whose_loop_it_does_not_wake(
     assert shown(session) == "a piece\nstopped\n"
     assert session.conversation.turns == [Turn("q", "a piece")]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+async def test_a_hint_after_a_refusal_speaks_of_its_cause(serve: Serve, tmp_path: Path) -> None:
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(b"any")
+    async with serve() as running:
+        session = session_with(running.url)
+        await asyncio.to_thread(session.talk, lines(f"/image {picture}", "What is this?"))
+        assert "this model reads texts only" in shown(session)
+        assert "the question and its pictures were not kept; /image FILE sends" in shown(session)
+        assert "shorter" not in shown(session)
+
+        session = session_with(running.url)
+        await asyncio.to_thread(session.talk, lines("x" * 2000))
+        assert "/undo and /clear make prompts shorter" in shown(session)
+
+        session = session_with(running.url)
+        session.conversation.model = "other"
+        await asyncio.to_thread(session.talk, lines("hé"))
+        assert shown(session).splitlines()[-1] == "the question was not kept"
