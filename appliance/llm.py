@@ -121,7 +121,7 @@ class LLM:
         )
         self.default_sampling = SamplingParams(**recommended.values)  # type: ignore[arg-type]
         self._pictures = (
-            Pictures.of_model(resolved.path, config.image_tokens, config.mmproj)
+            Pictures.of_model(resolved.path, config.image_tokens, self.engine.info.projector)
             if self.engine.info.reads_pictures
             else None
         )

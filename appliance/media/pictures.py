@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -16,11 +17,8 @@ from appliance.isolated_worker import Handler, Packet, WorkerEndedError, Workers
 from appliance.media.processor_config import read_image_processor
 from appliance.media.sizing import Canvas, SizeRule, TokenRange
 from appliance.media.spec import ImageDetail
-from appliance.model_files.projectors import find_projector
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from appliance.media.spec import ImageProcessorSpec, PromptSegment
 
 MAX_BYTES = 32 << 20  # of a file
@@ -85,19 +83,19 @@ class Pictures:
         self._lock = threading.Lock()
 
     @classmethod
-    def of_model(cls, path: Path, image_tokens: str, mmproj: str = "") -> Self | None:
+    def of_model(cls, path: Path, image_tokens: str, projector: str = "") -> Self | None:
         """Make those of a model; None if it has no processor.
 
         Args:
             path: its folder or GGUF file.
             image_tokens: the setting, see `TokenRange.of`.
-            mmproj: the setting, see `find_projector`.
+            projector: path of a GGUF model's projector file, see `EngineInfo`.
 
         Raises:
             ConfigError: the model cannot keep them.
             ModelError: the processor is unknown here.
         """
-        spec = read_image_processor(path, find_projector(path, mmproj))
+        spec = read_image_processor(path, Path(projector) if projector else None)
         return None if spec is None else cls(spec, TokenRange.of(image_tokens))
 
     def read(self, data: bytes, detail: ImageDetail = ImageDetail.AUTO) -> Picture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,8 +35,6 @@ from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from appliance.engine.engine import LLMEngine
     from appliance.engine.nouns.picture import PromptPictures
     from appliance.engine.nouns.request import Request
@@ -67,6 +66,7 @@ def test_answers_of_gguf_files_are_those_of_transformers(name: str, tmp_path: Pa
     path = write_picture_files(tmp_path, model, settings | {"size": {"longest_edge": 112}})
     served = Served(case, model, load(path), tmp_path)
     assert served.engine.info.reads_pictures
+    assert Path(served.engine.info.projector).name.startswith("mmproj")
     assert_answers(served)
     served.engine.close()
 

@@ -76,6 +76,7 @@ def describe(
         num_checkpoints=plan.states.num_checkpoints,
         num_parameters=source.num_parameters(),
         hidden_size=source.spec.hidden_size,
+        projector="" if projector is None else str(projector),
         num_experts=0 if router is None else router.num_experts,
         experts_per_token=0 if router is None else router.top_k,
         draft_bytes=memory.request.draft_bytes,

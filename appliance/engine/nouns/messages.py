@@ -189,6 +189,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_host_bytes: int = 0  # host memory for evicted blocks
     num_parameters: int = 0  # weights, a tied head's once; 0 if unknown
     hidden_size: int = 0  # width of a hidden state
+    projector: str = ""  # path of the GGUF file with the vision tower, if there is one
     num_experts: int = 0  # per MoE layer; 0 without such layers
     experts_per_token: int = 0
     process_bytes: int = 0  # the rest of the engine's process; 0 if that is other memory

@@ -274,7 +274,7 @@ class ModelState:
                 Pictures.of_model,
                 found.path,
                 self.engine.config.image_tokens,
-                self.engine.config.mmproj,
+                info.projector,
             )
         self.tokenizer = tokenizer
         settle()

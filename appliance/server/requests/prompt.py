@@ -81,12 +81,11 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
 
     salt = salt_of(state, chat.sampling, owner)
 
-    def attach() -> list[Turn]:
-        attached = chat.turns()
+    def attach() -> tuple[list[Turn], list[Attached]]:
+        turns = chat.turns()
         if not chat.is_limited:
-            check_texts(attached, chat.size, state.config.max_body_bytes)
-        attached_in(attached, state.pictures)
-        return attached
+            check_texts(turns, chat.size, state.config.max_body_bytes)
+        return turns, attached_in(turns, state.pictures)
 
     def encode(attached: list[Turn], found: list[Picture]) -> ChatPrompt:
         dialect, given = tokenizer.dialect, told(attached)
@@ -116,11 +115,11 @@ async def chat_prompt(state: ModelState, chat: Conversation, owner: str) -> Chat
     # Even a chat of short texts can have large tools or options.
     run = partial(state.texts.run, owner=owner, size=chat.size)
     if state.pictures is None:
-        return await run(lambda: encode(attach(), []))
-    turns = await run(attach)
+        return await run(lambda: encode(attach()[0], []))
+    turns, attached = await run(attach)
     if state.server.image_urls is not None:
-        await _fetch(turns, state.server.image_urls)
-    found = [await _read(one, state, owner) for one in attached_in(turns, state.pictures)]
+        attached = await _fetched(attached, state.server.image_urls)
+    found = [await _read(one, state, owner) for one in attached]
     return await run(lambda: encode(turns, found))
 
 
@@ -137,16 +136,19 @@ async def _read(one: Attached, state: ModelState, owner: str) -> Picture:
     return await state.texts.run(read, owner=owner, size=SHORT + len(one.data))
 
 
-async def _fetch(turns: Sequence[Turn], urls: ImageUrls) -> None:
-    """Put pictures in the place of their addresses."""
+async def _fetched(attached: Sequence[Attached], urls: ImageUrls) -> list[Attached]:
+    """Return pictures, those in the place of addresses that are there."""
     left = PICTURE_BYTES
-    for part in image_parts(turns):
-        one = part["image"]
+    found = []
+    for one in attached:
         if one.url:
             with placed(one):
                 data = await urls.fetch(one.url, min(MAX_BYTES, left))
             left -= len(data)
-            part["image"] = replace(one, data=data, url="")
+            found.append(replace(one, data=data, url=""))
+        else:
+            found.append(one)
+    return found
 
 
 def check_texts(turns: Sequence[Turn], size: int, most: int) -> None:
