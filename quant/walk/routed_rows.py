@@ -37,13 +37,23 @@ class RoutedRows:
     Args:
         folder: for 8 bytes per token and hidden element.
         num_tokens: of all text.
+        weighs_inputs: see `ExpertsSpec`.
 
     Raises:
         OSError: the disk has no space.
     """
 
-    def __init__(self, folder: Path, num_tokens: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_tokens: int,
+        width: int,
+        device: torch.device,
+        *,
+        weighs_inputs: bool = False,
+    ) -> None:
         self._device = device
+        self._weighs_inputs = weighs_inputs
         self._num_tokens = num_tokens
         self._ids = torch.empty(0)
         self._weights = torch.empty(0)
@@ -72,25 +82,27 @@ class RoutedRows:
     def observe(self, expert: int, mlp: MLP, linear: ObservedLinear) -> Moments:
         """Run an expert on its rows up to one of its linears; return that one's moments."""
         calls: Iterator[Callable[[], object]] = (
-            partial(mlp, self._read(tokens)) for tokens, _ in self._portions(expert)
+            partial(mlp, rows) for _, rows, _ in self._portions(expert)
         )
         (moments,) = observe_calls([linear], self._device, calls)
         return moments
 
     def add(self, expert: int, mlp: MLP) -> None:
         """Add an expert's outputs, times the router's weights, to the sums of its rows."""
-        for tokens, weights in self._portions(expert):
-            added = mlp(self._read(tokens)).float() * weights.to(self._device).unsqueeze(1)
+        for tokens, rows, weights in self._portions(expert):
+            added = mlp(rows).float() * weights
             self._sums.write(tokens, self._sums.read(tokens) + added.cpu())
 
-    def _read(self, tokens: Sequence[int]) -> Tensor:
-        return self._inputs.read(tokens).to(self._device)
-
-    def _portions(self, expert: int) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield an expert's tokens with their weights (num_tokens,), some at a time."""
+    def _portions(self, expert: int) -> Iterator[tuple[list[int], Tensor, Tensor | float]]:
+        """Yield an expert's tokens, the rows that it reads and the weights of what it says."""
         tokens, places = torch.where(self._ids == expert)
         for some, at in zip(tokens.split(ROWS_AT_ONCE), places.split(ROWS_AT_ONCE), strict=True):
-            yield some.tolist(), self._weights[some, at]
+            rows = self._inputs.read(some.tolist()).to(self._device)
+            weights = self._weights[some, at].to(self._device).unsqueeze(1)
+            if self._weighs_inputs:
+                yield some.tolist(), rows * weights, 1.0
+            else:
+                yield some.tolist(), rows, weights
 
     def _keep(self, tokens: range, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if not len(self._ids):
@@ -112,7 +124,7 @@ class RowsElsewhere:
     """
 
     nbytes = 0
-    weighs_inputs = False
+    weighs_inputs = True  # it is given rows as they are
     timed = None
 
     def __init__(self, answer: Callable[[range, Tensor, Tensor, Tensor], Tensor]) -> None:

@@ -117,7 +117,8 @@ class Walk:
         count, mlp = self._num_rows * self._row_tokens, self._spec.layers[index].mlp
         assert isinstance(mlp, ExpertsSpec)
         width = mlp.latent or self._spec.hidden_size
-        with closing(RoutedRows(self._folder, count, width, self._device)) as kept:
+        rows = RoutedRows(self._folder, count, width, self._device, weighs_inputs=mlp.weighs_inputs)
+        with closing(rows) as kept:
             self._pass(self.layer(index, others, kept.keeper()))
             yield kept
 

@@ -35,7 +35,10 @@ def down(mlp: MLP) -> ObservedLinear:
     return mlp.down
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "gemma4", "gpt_oss"])
+FAMILIES = ["qwen3_moe", "qwen2_moe", "glm4_moe", "gemma4", "gpt_oss", "llama4", "llama4-two"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_rows, "ROWS_AT_ONCE", 5)
     save_experts(family, tmp_path / "model")
@@ -66,7 +69,7 @@ def test_experts_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert isinstance(block.layer.mlp, Experts)
         assert not block.layer.mlp.experts
         torch.testing.assert_close(outputs(walk, block), expected)
-    assert sum(moments.tokens for moments in seen) > ROWS.numel()
+    assert sum(moments.tokens for moments in seen) >= ROWS.numel()
 
 
 def test_a_layer_without_its_experts_cannot_run_them(tmp_path: Path) -> None:
