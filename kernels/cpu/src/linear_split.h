@@ -224,9 +224,114 @@ static void two_tiles_of_bfloats(const multiplication *m, tile_file *t) {
     multiply_two_tiles(m, t, 1);
 }
 
+#if VECTORS >= 32
+/* A product of tiles takes as long for one row as for 16. So few rows are multiplied with vectors:
+ * the same sums, in the order of TDPBF16PS (Intel's manual), which takes denormal numbers for zero
+ * and makes none. */
+#define FEW_ROWS(parts) ((parts) == 2 ? 2 : 3) /* whose sums fit the registers */
+
+#ifdef AP_EMULATED_TILES
+INLINE uint32_t flush_denormals(void) { return 0; }
+INLINE void restore_denormals(uint32_t before) { (void)before; }
+#else
+INLINE uint32_t flush_denormals(void) {
+    uint32_t before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+}
+INLINE void restore_denormals(uint32_t before) { _mm_setcsr(before); }
+#endif
+
+/* Sums of the even and of the odd inputs of a step, by parts of the weight and of the inputs. */
+typedef struct {
+    vfloat of[2][INPUT_PARTS][2];
+} step_sums;
+
+/* Add the products of input k of a step; x (rows, INPUT_PARTS, 32). */
+INLINE void add_input(step_sums *sums, const uint16_t *codes, const float *x, int parts, int rows,
+                      int32_t k, int odd) {
+    vfloat weight[2];
+    if (!odd) prefetch(codes + PREFETCH_BYTES / 2);
+    if (parts == 1) {
+        weight[0] = vf_load_bfloat(codes);
+    } else {
+        vfloat whole = vf_load_half(codes);
+        weight[0] = floats_of(bits_of(whole) & 0xffff0000u);
+        weight[1] = vf_sub(whole, weight[0]);
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int q = 0; q < INPUT_PARTS; q++) {
+        vfloat input = vf_set(x[(r * INPUT_PARTS + q) * STEP_INPUTS + k]);
+        UNROLL for (int p = 0; p < parts; p++)
+            sums[r].of[p][q][odd] = vf_fma(input, weight[p], sums[r].of[p][q][odd]);
+    }
+}
+
+INLINE void multiply_few_rows(const multiplication *m, int parts, int rows) {
+    const ap_linear *w = m->w;
+    const int32_t width = w->in_features;
+    const ptrdiff_t block = (ptrdiff_t)steps_of(width) * INPUT_PARTS * STEP_BFLOATS;
+    for (int32_t tile = m->tile; tile < m->last_tile; tile++) {
+        const uint16_t *codes = (const uint16_t *)tile_codes(w, tile);
+        vfloat acc[FEW_ROWS(1)];
+        UNROLL for (int r = 0; r < rows; r++) acc[r] = vf_zero();
+        for (int32_t first = 0; first < width; first += STEP_INPUTS) {
+            float x[FEW_ROWS(1) * INPUT_PARTS * STEP_INPUTS];
+            step_sums sums[FEW_ROWS(1)];
+            for (int i = 0; i < rows * INPUT_PARTS * 2; i++) {
+                int32_t row = m->row + i / 4;
+                const uint16_t *from = m->in->parts + row / TILE_ROWS * block +
+                                       first * INPUT_PARTS * TILE_ROWS +
+                                       row % TILE_ROWS * STEP_INPUTS;
+                vf_store(x + i * AP_LANES,
+                         vf_load_bfloat(from + i / 2 % 2 * STEP_BFLOATS + i % 2 * AP_LANES));
+            }
+#define EACH UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < parts; p++) \
+        UNROLL for (int q = 0; q < INPUT_PARTS; q++)
+            EACH sums[r].of[p][q][0] = sums[r].of[p][q][1] = vf_zero();
+            int32_t inputs = smaller(width - first, STEP_INPUTS), k = 0;
+            for (; k + 1 < inputs; k += 2, codes += 2 * AP_LANES) {
+                add_input(sums, codes, x, parts, rows, k, 0);
+                add_input(sums, codes + AP_LANES, x, parts, rows, k + 1, 1);
+            }
+            if (k < inputs) add_input(sums, codes, x, parts, rows, k, 0);
+            EACH acc[r] = vf_add(acc[r], vf_add(sums[r].of[p][q][0], sums[r].of[p][q][1]));
+#undef EACH
+        }
+        float out[FEW_ROWS(1) * AP_LANES];
+        UNROLL for (int r = 0; r < rows; r++) vf_store(out + r * AP_LANES, acc[r]);
+        store_outputs(m, tile, out);
+    }
+}
+
+#define ROWS(parts, rows)                                                                      \
+    case rows:                                                                                 \
+        multiply_few_rows(m, parts, rows);                                                     \
+        break;
+static __attribute__((noinline)) void few_rows_of_halves(const multiplication *m) {
+    switch (m->rows) { ROWS(2, 1) ROWS(2, 2) }
+}
+static __attribute__((noinline)) void few_rows_of_bfloats(const multiplication *m) {
+    switch (m->rows) { ROWS(1, 1) ROWS(1, 2) ROWS(1, 3) }
+}
+#undef ROWS
+
+/* Multiply few rows without tiles; return false if there are more. */
+static bool multiplied_few(const multiplication *m) {
+    bool halves = m->w->format == AP_F16;
+    if (m->rows > FEW_ROWS(halves ? 2 : 1)) return false;
+    uint32_t before = flush_denormals();
+    (halves ? few_rows_of_halves : few_rows_of_bfloats)(m);
+    restore_denormals(before);
+    return true;
+}
+#else
+static bool multiplied_few(const multiplication *m) { return (void)m, false; }
+#endif
+
 /* Multiply rows in parts. */
 static void multiply_split(multiplication m) {
     tile_file t;
+    if (multiplied_few(&m)) return;
     int32_t last_row = m.row + m.rows, first_tile = m.tile, last_tile = m.last_tile;
     int32_t fit = SPLIT_BYTES / (steps_of(m.w->in_features) * INPUT_PARTS * TILE_BYTES) & ~1;
     int32_t most = fit < 4 ? 4 * TILE_ROWS : smaller(fit * TILE_ROWS, SPLIT_ROWS);

@@ -60,12 +60,28 @@ def test_sums_of_parts_are_near_exact_ones_on_every_processor(
     for isa in supported_isas(emulated):
         out = multiplied(emulated, isa, fmt, weight, x)
         assert_close(out, parts.sum(-1), np.abs(parts).sum(-1), share)
-        for rows in (1, 16, 33):
+        for rows in (1, 2, 3, 4, 16, 33):
             some = multiplied(emulated, isa, fmt, weight, x[:rows])
             assert np.array_equal(some.view(np.int32), out[:rows].view(np.int32)), rows
 
 
-@pytest.mark.parametrize("rows", [1, 20, 300])
+@pytest.mark.parametrize("exponent", [-149, -130, -120, -110, 100])
+@pytest.mark.parametrize("fmt", HALVES, ids=lambda f: f.name)
+def test_few_rows_flush_what_tiles_flush(loaded: ctypes.CDLL, fmt: Format, exponent: int) -> None:
+    """A few rows are multiplied without tiles, which take denormal numbers for zero."""
+    if Isa.AMX not in supported_isas(loaded):
+        pytest.skip("this CPU has no AMX, or the system does not permit it")
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn((OUTPUTS, 577), generator=random).to(DTYPES[fmt])
+    x = np.ldexp(activations(16, 577), exponent).astype(np.float32)
+    together = multiplied(loaded, Isa.AMX, fmt, weight, x)
+    assert (exponent < -120) or np.abs(together).max() > 0
+    for row in range(16):
+        alone = multiplied(loaded, Isa.AMX, fmt, weight, x[row : row + 1])
+        assert np.array_equal(alone.view(np.int32), together[row : row + 1].view(np.int32))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 20, 300])
 @pytest.mark.parametrize("fmt", HALVES, ids=lambda f: f.name)
 def test_the_processor_computes_what_its_manual_says(
     emulated: ctypes.CDLL, loaded: ctypes.CDLL, fmt: Format, rows: int
