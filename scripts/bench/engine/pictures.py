@@ -2,6 +2,7 @@ r"""Measure how long a CPU encodes a picture, by tower and size, beside llama.cp
 
     scripts/benchmark pictures                                  # ours alone
     scripts/benchmark pictures --peer /path/to/mtmd_encode --threads 2
+    scripts/benchmark pictures --isas amx avx512                # instruction sets in turns
 
 Towers have published widths and random weights of 16 bits, in one projector file that both read.
 The peer is `scripts/bench/cpu/mtmd_encode.cpp`, built against llama.cpp:
@@ -10,8 +11,8 @@ The peer is `scripts/bench/cpu/mtmd_encode.cpp`, built against llama.cpp:
     g++ -O2 -std=c++17 -Itools/mtmd -Iinclude -Iggml/include -Icommon mtmd_encode.cpp \
         -Lbuild/bin -lmtmd -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,build/bin
 
-Both run in turns; `ratio` is the peer's median seconds over ours. Ours include cutting the pixels
-into patches.
+All run in turns; `ratio` is the peer's median seconds over ours with the first instruction set.
+Ours include cutting the pixels into patches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from appliance.engine.nouns.picture import CanvasPixels
 from appliance.engine.run.picture_encoder import PictureEncoder
 from appliance.gguf import GGUFFile
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.cpu.library import load_library
+from appliance.kernels.cpu.library import load_library, select_isa
 from appliance.media.mmproj import image_processor_of_mmproj
 from appliance.media.sizing import Canvas
 from appliance.model.vision.source import tower_of
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="the program of llama.cpp")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--isas", nargs="+", default=["auto"], help="instruction sets of ours")
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     options = parser.parse_args()
     result: dict[str, Any] = {
@@ -112,34 +114,38 @@ def _measured(name: str, folder: Path, options: Any) -> list[dict[str, Any]]:
     file = write_projector(folder / "mmproj.gguf", model, HALF, f16)
     source = tower_of(text_of(folder, case.kind), file)
     assert source is not None
+    library = load_library()
     tower = load_native_tower(
-        source, NativeEngine(load_library(), options.threads), "bfloat16", lambda *_: None
+        source, NativeEngine(library, options.threads), "bfloat16", lambda *_: None
     )
     encoder = PictureEncoder(tower, image_processor_of_mmproj(GGUFFile(file).metadata))
     found = []
     for side in shape.sides:
         picture = _picture(side, tower.spec.patch.size * tower.spec.merge)
-        encoder(picture)
-        ours: list[float] = []
+        ours: dict[str, list[float]] = {}
         peers: list[float] = []
+        encoder(picture)
         for _ in range(options.runs):
-            begin = time.perf_counter()
-            encoder(picture)
-            ours.append(time.perf_counter() - begin)
+            for isa in options.isas:
+                name_of_isa = select_isa(library, isa).name.lower()
+                begin = time.perf_counter()
+                encoder(picture)
+                ours.setdefault(name_of_isa, []).append(time.perf_counter() - begin)
             if options.peer is not None:
                 command = [options.peer, file, side, side, options.threads, 1]
                 lines = subprocess.run(
                     list(map(str, command)), capture_output=True, text=True, check=True
                 ).stdout
                 peers += map(float, lines.split())
+        medians = {isa: statistics.median(seconds) for isa, seconds in ours.items()}
         one: dict[str, Any] = {
             "tower": name,
             "pixels": side,
-            "seconds": round(statistics.median(ours), 4),
+            "seconds": {isa: round(median, 4) for isa, median in medians.items()},
         }
         if peers:
             one["peer_seconds"] = round(statistics.median(peers), 4)
-            one["ratio"] = round(statistics.median(peers) / statistics.median(ours), 2)
+            one["ratio"] = round(statistics.median(peers) / next(iter(medians.values())), 2)
         found.append(one)
     return found
 
