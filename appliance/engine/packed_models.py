@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,10 @@ class PackedModels:
             return None
         root = Path(config.packed_weights).expanduser()
         return cls(root, config.packed_weights_size, Path(config.model))
+
+    def beside(self, model: Path) -> PackedModels:
+        """Return the weights of another model in the folder, such as a draft model."""
+        return replace(self, model=model)
 
     def note(self) -> str:
         """Describe what is kept, for the user."""

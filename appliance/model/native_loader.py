@@ -86,7 +86,7 @@ def load_native(
     own = Stage.whole_of(source.spec) if part is None else part
     count = len(own.spec.layers)
     length = own.spec.context_length if context_length is None else context_length
-    layout = hashlib.blake2b(f"{own!r} {dtype_name(dtype)}".encode(), digest_size=16).hexdigest()
+    layout = "" if kept is None else _layout(source, own, dtype)
     report("weights", 0, count + 1)
     if kept is not None and (found := kept.find(layout, engine)) is not None:
         arena, model, about = found
@@ -120,6 +120,18 @@ def load_native(
         part=part,
         **about,
     )
+
+
+def _layout(source: ModelSource, own: Part, dtype: Any) -> str:
+    """Hash what decides how weights are laid out, beside their file: also what rounds them."""
+    digest = hashlib.blake2b(f"{own!r} {dtype_name(dtype)}".encode(), digest_size=16)
+    weights = source.weights
+    for slot in source.slots():
+        if not slot.expert:  # all experts of a layer are rounded alike
+            name = slot.name
+            form = weights.packed_bits(name), weights.group_size(name), weights.float_bits(name)
+            digest.update(f"{name} {form}".encode())
+    return digest.hexdigest()
 
 
 def load_linear(source: ModelSource, name: str, engine: NativeEngine, dtype: Any) -> LibraryLinear:

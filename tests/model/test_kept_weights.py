@@ -12,29 +12,37 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from support.models.dense_models import DENSE, longrope
+from support.models.encoder_models import of_one_type
 from support.models.expert_models import EXPERTS, save_experts
 from support.models.native_models import LIBRARY
 from support.models.recurrent_models import RECURRENT
 from support.models.recurrent_models import SIZES as RECURRENT_SIZES
 from support.models.relatives import FOLDERS, RELATIVES
 from support.models.teacher_forcing import logits_of
+from support.models.towers import TOWER_CASES, with_tower
 
 from appliance.engine.packed_models import KeptFile, PackedModels, kept_files
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.weight_bytes import memory_of
+from appliance.model.encoder.native_loader import load_native_decoder
+from appliance.model.narrowed import narrowed
 from appliance.model.native import why_unsupported
 from appliance.model.native_loader import load_native
 from appliance.model.shard.shard import column_units, shard_model
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model
+from appliance.model.vision.source import open_tower
+from appliance.model.vision.tower import PatchGrid, load_native_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.model.native import NativeDecoder
+    from appliance.model.source import ModelSource
 
 WIDTH = {"hidden_size": 96}  # heads of 16, which the library multiplies
 CASES = {
@@ -46,13 +54,22 @@ CASES |= {name: (kind, own | RECURRENT_SIZES) for name, (kind, own) in RECURRENT
 
 
 def load(folder: Path, kept: PackedModels, **options: Any) -> NativeDecoder:
-    decoder = load_native(
-        open_model(folder), NativeEngine(LIBRARY, 2), torch.float32, kept=kept, **options
-    )
+    return load_from(open_model(folder), kept, **options)
+
+
+def load_from(source: ModelSource, kept: PackedModels, **options: Any) -> NativeDecoder:
+    engine = NativeEngine(LIBRARY, 2)
+    decoder = load_native(source, engine, torch.float32, kept=kept, **options)
+    when_kept(decoder)
+    return decoder
+
+
+def when_kept(loaded: Any) -> Any:
+    """Wait until what was loaded is in its file."""
     for thread in threading.enumerate():
         if thread.name == "packed weights":
             thread.join()
-    return decoder
+    return loaded
 
 
 def kept_in(root: Path, model: Path, capacity: int = 1 << 30) -> PackedModels:
@@ -222,6 +239,61 @@ def test_what_is_damaged_or_foreign_is_packed_anew(
     again = load(llama, kept)
     assert is_mapped(again), "it was written anew"
     assert torch.equal(logits_of(again, token_ids), expected)
+
+
+def test_weights_that_are_rounded_as_they_are_read_are_others(
+    llama: Path, tmp_path: Path, token_ids: list[int]
+) -> None:
+    """`--weight-bits` and `--end-bits` change neither the file nor what describes the model."""
+    kept, exact = kept_in(tmp_path / "kept", llama), open_model(llama)
+    found = {}
+    for bits in (None, (8, None), (4, None), (4, 4), (None, 8)):
+        source = exact if bits is None else narrowed(exact, *bits)
+        assert source is not None
+        packed = load_from(source, kept)
+        assert not is_mapped(packed), bits
+        mapped = load_from(source, kept)
+        assert is_mapped(mapped)
+        assert mapped.weight_format == packed.weight_format
+        assert torch.equal(logits_of(mapped, token_ids), logits_of(packed, token_ids))
+        found[packed.weight_format] = packed
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("name", TOWER_CASES)
+def test_towers_too(name: str, tmp_path: Path) -> None:
+    """Layers with windows are runs of their own; linears that clip have bounds elsewhere."""
+    case = TOWER_CASES[name]
+    with_tower(case).save_pretrained(tmp_path / "model")
+    kept = kept_in(tmp_path / "kept", tmp_path / "model")
+    source = open_tower(tmp_path / "model", in_torch=False)
+    assert source is not None
+    rows, columns = case.grids[0]
+    patches = np.random.default_rng(1).normal(size=(rows * columns, source.spec.patch.inputs))
+    picture = PatchGrid(patches.astype(np.float32), rows, columns)
+
+    def embeddings() -> Any:
+        engine = NativeEngine(LIBRARY, 2)
+        tower = when_kept(load_native_tower(source, engine, np.float32, kept=kept))
+        return np.asarray(tower([picture])[0].embeddings)
+
+    packed = embeddings()
+    assert len([*kept_files(kept.root)]) == (0 if source.spec.clips else len(source.spec.runs))
+    assert np.array_equal(embeddings(), packed)
+
+
+def test_a_decoder_that_only_reads_too(llama: Path, tmp_path: Path, token_ids: list[int]) -> None:
+    kept, source = kept_in(tmp_path / "kept", llama), open_model(llama)
+
+    def hidden() -> Any:
+        engine = NativeEngine(LIBRARY, 2)
+        loaded = load_native_decoder(source, engine, torch.float32, lambda *_: None, kept)
+        return when_kept(loaded)
+
+    packed, mapped = hidden(), hidden()
+    assert len([*kept_files(kept.root)]) == 1
+    texts = of_one_type([token_ids[:3], token_ids])
+    assert np.array_equal(mapped.hidden(texts), packed.hidden(texts))
 
 
 def test_a_changed_model_is_another_one(

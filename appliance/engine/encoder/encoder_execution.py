@@ -9,6 +9,7 @@ import psutil
 
 from appliance.engine.devices import Processor, choose_device, memory_budget, native_engine
 from appliance.engine.memory.plan import MemoryPlan
+from appliance.engine.packed_models import PackedModels
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.arrays import dtype_name, numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
@@ -232,7 +233,8 @@ class _NativeExecution:
     def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
         self.engine.watch(beacon.address)
         bits = self.config.weight_bits
-        return self.reader.load_native(self.engine, self.dtype, bits, on_progress)
+        kept = PackedModels.of(self.config)
+        return self.reader.load_native(self.engine, self.dtype, bits, on_progress, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,7 @@ class _EncoderReader:
         dtype: Any,
         bits: int | None,
         on_progress: Callable[[str, int, int], None],
+        kept: PackedModels | None,
     ) -> LoadedEncoder:
         return load_native_encoder(self.source, engine, dtype, bits, on_progress)
 
@@ -357,8 +360,9 @@ class _DecoderReader:
         dtype: Any,
         bits: int | None,
         on_progress: Callable[[str, int, int], None],
+        kept: PackedModels | None,
     ) -> LoadedEncoder:
-        return load_native_decoder(self.source, engine, dtype, on_progress)
+        return load_native_decoder(self.source, engine, dtype, on_progress, kept)
 
     def torch_bytes(self, where: torch.device, dtype: torch.dtype) -> int:
         return estimate_weight_bytes(self.source, where, dtype)

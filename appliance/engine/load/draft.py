@@ -124,7 +124,8 @@ class DraftSource:
 
     def _weights(self, context_length: int, target: Executor[Any]) -> NativeDecoder:
         engine, dtype = self.execution.engine, self.execution.precision.dtype
-        return load_native(self.source, engine, dtype, context_length=context_length)
+        kept = self.execution.kept_weights(self.source.path)
+        return load_native(self.source, engine, dtype, context_length=context_length, kept=kept)
 
     def _model(
         self,

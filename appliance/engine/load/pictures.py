@@ -118,7 +118,8 @@ class PictureSource:
         dtype = execution.precision.dtype
         if execution.in_library:
             engine = NativeEngine(load_library(), threads)
-            return load_native_tower(self.tower, engine, dtype, on_progress)
+            kept = execution.kept_weights(self.tower.layers.path)
+            return load_native_tower(self.tower, engine, dtype, on_progress, kept)
         from appliance.model.vision.torch_tower import load_torch_tower
 
         path = self.tower.layers.path

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.weights.weight import Weight
     from appliance.model.encoder.source import EncoderSource
+    from appliance.model.native_loader import KeptWeights
     from appliance.model.source import ModelSource
     from appliance.model.spec import RopeSpec
 
@@ -70,9 +71,10 @@ def load_native_decoder(
     engine: NativeEngine,
     dtype: Any,
     on_progress: Callable[[str, int, int], None],
+    kept: KeptWeights | None = None,
 ) -> NativeEncoder:
     """Read the weights of a decoder that only reads; arguments and errors as for `load_native`."""
-    native = load_native(source, engine, dtype, on_progress)
+    native = load_native(source, engine, dtype, on_progress, kept=kept)
     for index in range(native.model.num_layers):
         native.model.layers[index].cache_layer = 0
     mixer = next(iter(source.spec.attention_layers.values()))

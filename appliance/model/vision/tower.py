@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.model.native import NativeDecoder
+    from appliance.model.native_loader import KeptWeights
     from appliance.model.vision.source import TowerSource
     from appliance.model.vision.spec import TowerSpec
 
@@ -235,13 +236,15 @@ def load_native_tower(
     engine: NativeEngine,
     dtype: Any,
     on_progress: Callable[[str, int, int], None] | None = None,
+    kept: KeptWeights | None = None,
 ) -> Tower:
-    """Read a tower's weights for the C library.
+    """Read a tower's weights for the C library, or map those of its layers as they were laid out.
 
     Args:
         source: opened without torch.
         dtype: of the weights.
         on_progress: called with a stage, the number of parts done, and their total.
+        kept: where layers are kept as laid out; those whose linears clip are not.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity, or is missing.
@@ -264,7 +267,8 @@ def load_native_tower(
         def of_run(stage: str, done: int, total: int, before: int = before) -> None:
             report(stage, before + done, len(whole.layers) + len(bounds) - 1)
 
-        decoder = load_native(source.layers, engine, dtype, of_run, part=part)
+        keeps = None if clips else kept
+        decoder = load_native(source.layers, engine, dtype, of_run, part=part, kept=keeps)
         for index in range(decoder.model.num_layers):
             decoder.model.layers[index].cache_layer = 0
             if clips:

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
     from appliance.engine.memory.experts.split import ExpertsOnHost
     from appliance.engine.nouns.beacon import Beacon
+    from appliance.engine.packed_models import PackedModels
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
@@ -67,6 +69,13 @@ class Execution(Protocol):
         self, experts: ExpertsOnHost, config: EngineConfig, threads: int
     ) -> Execution:
         """Leave some experts to the CPU library, if there are any; only torch does so."""
+        ...
+
+    def kept_weights(self, model: Path) -> PackedModels | None:
+        """Return where packed weights of a model beside the served one are kept.
+
+        None: nothing is packed, or it is not kept.
+        """
         ...
 
     def weight_bytes(self, source: ModelSource) -> int:

@@ -12,6 +12,7 @@ from appliance.model.fallback.matrices import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import torch
 
@@ -70,6 +71,9 @@ class FallbackExecution:
     ) -> FallbackExecution:
         assert not experts.layers
         return self
+
+    def kept_weights(self, model: Path) -> None:
+        return None
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count linears as the inner execution does, other matrices as activations."""

@@ -19,6 +19,7 @@ from appliance.model.size import estimate_native_bytes, native_slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from appliance.config import EngineConfig
     from appliance.engine.devices import Precision
@@ -75,6 +76,9 @@ class NativeExecution:
     ) -> NativeExecution:
         assert not experts.layers  # all are on the host already
         return self
+
+    def kept_weights(self, model: Path) -> PackedModels | None:
+        return None if self.kept is None else self.kept.beside(model)
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count packed weights by their codes, others in `dtype`, and copies in all ranks."""

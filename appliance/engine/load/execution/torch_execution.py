@@ -21,6 +21,7 @@ from appliance.model.size import estimate_weight_bytes, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     import torch
 
@@ -108,6 +109,9 @@ class TorchExecution:
             return self
         engine, isa = native_engine(config, threads)
         return replace(self, host=HostPart(experts, engine, isa.name))
+
+    def kept_weights(self, model: Path) -> None:
+        return None
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Estimate the weights in the backend's layout: of all ranks, or of the fullest GPU."""
