@@ -37,10 +37,14 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "tests/model/test_config_door.py",  # that sanitizers watch, too
     ),
     "tests/engine/test_own_caches.py": (LIBRARY,),
-    "tests/model/test_class_defaults.py": (),
-    "tests/model/test_packaged_models.py": (LIBRARY,),
-    "tests/model/test_real_settings.py": (),
-    "tests/model/fallback/test_*.py": (LIBRARY,),
+    # Families and executors are imported by name.
+    "tests/model/**/test_*.py": (
+        LIBRARY,
+        "tests/model/conftest.py",
+        "appliance/model/**/*.py",
+        "kernels/**/*.py",
+        "quant/formats/*.py",
+    ),
     # Methods are imported by name, and commands are run, which are found by theirs.
     "tests/quant/**/test_*.py": (
         LIBRARY,
