@@ -286,7 +286,7 @@ def _items(kinds: list[str], kind: str, size: int) -> list[Item]:
 )
 def responses_items(shape: Any, size: int) -> Callable[[], object]:
     items = [item for item in _items(shape[0], shape[1], size) if item.type != "item_reference"]
-    return lenient(lambda: responses_turns.turns_of("Be brief.", b"[]", items))
+    return lenient(lambda: responses_turns.turns_of("Be brief.", [], items))
 
 
 @door(st.tuples(_ITEMS, NAMES), 40, (["reasoning", "item_reference"], "distinct"))
@@ -303,18 +303,7 @@ def response_store(shape: Any, size: int) -> Callable[[], object]:
                 previous_response_id=f"r{number - 1}" if number else None,
             )
             history = InputReader(store, "ann", body, max_bytes=10**6).read()
-            whole = (
-                b"["
-                + b",".join(
-                    part[1:-1]
-                    for part in (history.before.conversation, history.own)
-                    if part != b"[]"
-                )
-                + b"]"
-            )
-            store.keep(
-                "ann", f"r{number}", b"{}", whole, history.names | history.before.names, slice(0)
-            )
+            store.keep("ann", f"r{number}", history.kept_with(b"{}", b"[]", ()))
 
     return lenient(chain)
 

@@ -1,14 +1,16 @@
 """Keeps responses for a while, and puts together the conversation that a request continues.
 
-In memory only, and private to each API key.
+In memory only, and private to each API key. Equal pictures of a key's conversations are kept once:
+in a conversation a mark stands for each.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,18 +21,20 @@ from appliance.server.openai_responses.schema import Item
 from appliance.server.openai_responses.turns import items_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from appliance.server.openai_responses.schema import InputPart, ResponsesRequest
 
 MAX_COUNT = 1024  # responses of all keys together
 MAX_BYTES = 64 << 20  # beside pictures
-MAX_PICTURE_BYTES = 4 * PICTURE_BYTES  # in base64; every response has those of its conversation
+MAX_PICTURE_BYTES = 4 * PICTURE_BYTES  # in base64
 KEEP_SECONDS = 24 * 3600.0
 _ID_BYTES = 128  # of an item's id in a set
 MAX_REFERENCES = 1024  # to earlier items, in a request
 # Bytes of its items as JSON, without pictures: a context of a million tokens has fewer.
 MAX_CONVERSATION = 8 << 20
+_MARK = "kept-picture:"  # before the digest of an image_url; no other is refused so surely
+_LEAST_MARKED = 256  # characters of an image_url; most addresses have fewer
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -48,6 +52,7 @@ class ItemId(msgspec.Struct):
 
 names_of = msgspec.json.Decoder(list[ItemId]).decode
 raw_items_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_items = msgspec.json.Decoder(list[Item]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +60,11 @@ class StoredResponse:
     """A response and the conversation up to its end, as JSON.
 
     Attributes:
-        conversation: an array of items, earlier turns included.
+        conversation: an array of items, earlier turns included, with marks for pictures.
         names: ids of its items.
         own: byte range of its own input's items in it.
-        pictures: bytes of pictures in it, in base64.
+        pictures: the image_url of each mark.
+        picture_bytes: of the conversation's pictures, in base64; equal ones count each time.
         until: when it expires, in monotonic seconds.
     """
 
@@ -66,23 +72,76 @@ class StoredResponse:
     conversation: bytes
     names: frozenset[str]
     own: slice
-    pictures: int
-    until: float
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    picture_bytes: int = 0
+    until: float = 0.0
 
     @property
     def size(self) -> int:
         """Bytes beside pictures."""
-        whole = len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
-        return whole - self.pictures
+        return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
 
     @property
     def takes(self) -> tuple[int, int, int]:
-        """Return what it takes of each limit of the store: responses, bytes, and of pictures."""
-        return 1, self.size, self.pictures
+        """Return what it takes of each limit of the store; pictures that others have too count."""
+        return 1, self.size, len(self.pictures)
+
+    def items(self) -> list[Item]:
+        """Return the conversation's items, with their pictures."""
+        return [_with_pictures(item, self.pictures) for item in _decode_items(self.conversation)]
+
+    def own_items(self) -> bytes:
+        """Return the items of its own input as JSON, with their pictures."""
+        own = _decode_items(b"[" + self.conversation[self.own] + b"]")
+        return msgspec.json.encode([_with_pictures(item, self.pictures) for item in own])
 
 
 # Before the first response of a conversation.
-NOTHING = StoredResponse(b"", b"[]", frozenset(), slice(0), 0, 0.0)
+NOTHING = StoredResponse(b"", b"[]", frozenset(), slice(0))
+
+
+class KeyResponses:
+    """The responses of one API key, least recently used first, and their pictures.
+
+    Attributes:
+        found: by id.
+        size: bytes of all beside pictures.
+        picture_bytes: of all pictures, equal ones once.
+    """
+
+    def __init__(self) -> None:
+        self.found: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._pictures: dict[str, tuple[str, int]] = {}  # and the responses that have it, by mark
+        self.size = 0
+        self.picture_bytes = 0
+
+    def add(self, response_id: str, kept: StoredResponse) -> None:
+        self.remove(response_id)
+        shared = {}
+        for mark, url in kept.pictures.items():
+            shared[mark], users = self._pictures.get(mark, (url, 0))
+            self._pictures[mark] = shared[mark], users + 1
+            self.picture_bytes += 0 if users else len(url)
+        self.found[response_id] = replace(kept, pictures=shared)
+        self.size += kept.size
+
+    def remove(self, response_id: str) -> None:
+        """Forget a response, if it is here."""
+        kept = self.found.pop(response_id, None)
+        if kept is None:
+            return
+        self.size -= kept.size
+        for mark in kept.pictures:
+            url, users = self._pictures.pop(mark)
+            if users > 1:
+                self._pictures[mark] = url, users - 1
+            else:
+                self.picture_bytes -= len(url)
+
+    @property
+    def takes(self) -> tuple[int, int, int]:
+        """Return what they take of each limit of the store: responses, bytes, and of pictures."""
+        return len(self.found), self.size, self.picture_bytes
 
 
 class ResponseStore:
@@ -90,24 +149,13 @@ class ResponseStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._of: dict[str, OrderedDict[str, StoredResponse]] = {}  # by key name
+        self._of: defaultdict[str, KeyResponses] = defaultdict(KeyResponses)  # by key name
 
-    def keep(
-        self,
-        owner: str,
-        response_id: str,
-        response: bytes,
-        conversation: bytes,
-        names: frozenset[str],
-        own: slice,
-        pictures: int = 0,
-    ) -> None:
-        """Store a response, unless it exceeds the whole store; see `StoredResponse`."""
-        until = self._clock() + KEEP_SECONDS
-        kept = StoredResponse(response, conversation, names, own, pictures, until)
-        if kept.size > MAX_BYTES or pictures > MAX_PICTURE_BYTES:
+    def keep(self, owner: str, response_id: str, kept: StoredResponse) -> None:
+        """Store a response, unless it exceeds the whole store."""
+        if kept.size > MAX_BYTES or sum(map(len, kept.pictures.values())) > MAX_PICTURE_BYTES:
             return
-        self._of.setdefault(owner, OrderedDict())[response_id] = kept
+        self._of[owner].add(response_id, replace(kept, until=self._clock() + KEEP_SECONDS))
         self._drop()
 
     def get(self, owner: str, response_id: str) -> StoredResponse:
@@ -116,7 +164,7 @@ class ResponseStore:
         Raises:
             ResponseNotFoundError: it is not stored.
         """
-        found = self._of.get(owner, OrderedDict())
+        found = self._of[owner].found
         kept = found.get(response_id)
         if kept is None or kept.until < self._clock():
             raise ResponseNotFoundError(
@@ -129,37 +177,35 @@ class ResponseStore:
     def kept_by(self, owner: str) -> list[StoredResponse]:
         """Return a key's responses, least recently used first."""
         now = self._clock()
-        return [one for one in self._of.get(owner, {}).values() if one.until >= now]
+        return [one for one in self._of[owner].found.values() if one.until >= now]
 
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response, or raise ResponseNotFoundError."""
         self.get(owner, response_id)
-        del self._of[owner][response_id]
+        self._of[owner].remove(response_id)
 
     def _drop(self) -> None:
         now = self._clock()
-        for found in self._of.values():
-            for name in [name for name, kept in found.items() if kept.until < now]:
-                del found[name]
+        for one in self._of.values():
+            for name in [name for name, kept in one.found.items() if kept.until < now]:
+                one.remove(name)
         for place, most in enumerate((MAX_COUNT, MAX_BYTES, MAX_PICTURE_BYTES)):
-            taken = {
-                owner: sum(kept.takes[place] for kept in found.values())
-                for owner, found in self._of.items()
-            }
-            while sum(taken.values()) > most:
-                owner = max(taken, key=taken.__getitem__)
-                found = self._of[owner]
-                oldest = next(name for name, kept in found.items() if kept.takes[place])
-                taken[owner] -= found.pop(oldest).takes[place]
+            while sum(one.takes[place] for one in self._of.values()) > most:
+                largest = max(self._of.values(), key=lambda one: one.takes[place])
+                largest.remove(
+                    next(name for name, kept in largest.found.items() if kept.takes[place])
+                )
 
 
-def find_items(kept: Sequence[StoredResponse], names: Sequence[str]) -> dict[str, bytes]:
-    """Return items of conversations as JSON, by id: each from the latest that has it.
+def find_items(
+    kept: Sequence[StoredResponse], names: Sequence[str]
+) -> dict[str, tuple[bytes, StoredResponse]]:
+    """Return items of conversations as JSON, by id, and where each is: the latest that has it.
 
     Raises:
         ResponseNotFoundError: an item is in none of them.
     """
-    found: dict[str, bytes] = {}
+    found: dict[str, tuple[bytes, StoredResponse]] = {}
     wanted = set(names)
     for holder in reversed(kept):
         here = wanted & holder.names
@@ -168,7 +214,7 @@ def find_items(kept: Sequence[StoredResponse], names: Sequence[str]) -> dict[str
         items = raw_items_of(holder.conversation)
         for named, item in zip(names_of(holder.conversation), items, strict=True):
             if named.id in here:
-                found[named.id] = bytes(item)
+                found[named.id] = bytes(item), holder
         wanted -= here
     for name in names:
         if name in wanted:
@@ -182,16 +228,18 @@ class ReadInput:
 
     Attributes:
         items: of the request, without those that add nothing to a prompt.
-        own: these items as a JSON array, each with an id.
+        own: these items as a JSON array, each with an id, and marks for pictures.
         names: their ids.
-        pictures: bytes of pictures in them and before, in base64.
+        pictures: the image_url of each mark, in them and before.
+        picture_bytes: of the pictures in them and before, see `StoredResponse`.
         before: the response that the request continues.
     """
 
     items: Sequence[Item]
     own: bytes
     names: frozenset[str]
-    pictures: int
+    pictures: Mapping[str, str]
+    picture_bytes: int
     before: StoredResponse
 
     @property
@@ -201,6 +249,24 @@ class ReadInput:
             return self.items[-1].status != "completed"
         kept = self.before.response
         return not kept or msgspec.json.decode(kept, type=_Status).status != "completed"
+
+    def kept_with(self, response: bytes, output: bytes, names: Iterable[str]) -> StoredResponse:
+        """Return the response to keep.
+
+        Args:
+            output: its items, as a JSON array.
+            names: their ids.
+        """
+        inner = [part[1:-1] for part in (self.before.conversation, self.own, output)]
+        begin = 1 + len(inner[0]) + (1 if inner[0] and inner[1] else 0)
+        return StoredResponse(
+            response,
+            b"[" + b",".join(filter(None, inner)) + b"]",
+            self.names.union(self.before.names, names),
+            slice(begin, begin + len(inner[1])),
+            self.pictures,
+            self.picture_bytes,
+        )
 
 
 class _Status(msgspec.Struct):
@@ -249,12 +315,12 @@ class InputReader:
         """
         items = list(filter(None, map(_effective, self._resolved(items_of(self._input)))))
         named = [_with_id(item) for item in items]
-        own = msgspec.json.encode(named)
-        pictures = self._before.pictures + _picture_bytes(items)
-        size = len(self._before.conversation) + len(own) - pictures
+        pictures = dict(self._before.pictures)
+        own = msgspec.json.encode([_with_marks(item, pictures) for item in named])
+        picture_bytes = self._before.picture_bytes + _picture_bytes(items)
         for found, most, what in (
-            (size, MAX_CONVERSATION, "bytes"),
-            (pictures, PICTURE_BYTES, "bytes of pictures, in base64,"),
+            (len(self._before.conversation) + len(own), MAX_CONVERSATION, "bytes"),
+            (picture_bytes, PICTURE_BYTES, "bytes of pictures, in base64,"),
         ):
             if found > most:
                 raise RequestError(
@@ -264,7 +330,7 @@ class InputReader:
                     code="context_length_exceeded",
                 )
         names = frozenset(item.id or "" for item in named)
-        return ReadInput(items, own, names, pictures, self._before)
+        return ReadInput(items, own, names, pictures, picture_bytes, self._before)
 
     def _resolved(self, items: list[Item]) -> list[Item]:
         """Replace references with the items that they name, each decoded once."""
@@ -286,9 +352,11 @@ class InputReader:
         size = picture_size = 0
         for name in names:
             if name not in decoded:
-                decoded[name] = msgspec.json.decode(found[name], type=Item)
+                item, holder = found[name]
+                shown = msgspec.json.decode(item, type=Item)
+                decoded[name] = _with_pictures(shown, holder.pictures)
                 pictures[name] = _picture_bytes([decoded[name]])
-            size += len(found[name]) - pictures[name]
+            size += len(found[name][0])
             picture_size += pictures[name]
             if size > self._max_bytes:
                 raise _too_large(f"{self._max_bytes:,} bytes")
@@ -309,14 +377,38 @@ def _too_large(most: str) -> RequestError:
 
 def _picture_bytes(items: Sequence[Item]) -> int:
     """Return the bytes of items' pictures, in base64."""
-    parts = [
-        part
-        for item in items
-        for given in (item.content, item.output)
+    return sum(len(url) for item in items for url in _marked(item) if len(url) >= _LEAST_MARKED)
+
+
+def _marked(item: Item) -> list[str]:
+    """Return the image_url of each of an item's parts that has one."""
+    lists = [given for given in (item.content, item.output) if isinstance(given, list)]
+    return [part.image_url for parts in lists for part in parts if part.image_url]
+
+
+def _with_marks(item: Item, pictures: dict[str, str]) -> Item:
+    """Return an item with marks for its pictures, whose image_url is added by mark."""
+    marks = {}
+    for url in _marked(item):
+        if len(url) >= _LEAST_MARKED:
+            marks[url] = _MARK + blake2b(url.encode(), digest_size=32).hexdigest()
+            pictures.setdefault(marks[url], url)
+    return _with_pictures(item, marks)
+
+
+def _with_pictures(item: Item, urls: Mapping[str, str]) -> Item:
+    """Return an item with another image_url in the place of each that is a key."""
+    if urls.keys().isdisjoint(_marked(item)):
+        return item
+    found = {
+        name: [
+            msgspec.structs.replace(part, image_url=urls.get(part.image_url or "", part.image_url))
+            for part in given
+        ]
+        for name, given in (("content", item.content), ("output", item.output))
         if isinstance(given, list)
-        for part in given
-    ]
-    return sum(len(part.image_url or "") for part in parts if part.type == "input_image")
+    }
+    return msgspec.structs.replace(item, **found)
 
 
 def _effective(item: Item) -> Item | None:

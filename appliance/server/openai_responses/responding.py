@@ -123,22 +123,9 @@ class Responding:
         return response
 
     def _keep(self, response: ResponseObject) -> None:
-        history = self._history
-        before, own = history.before, history.own
-        inner = [part[1:-1] for part in (before.conversation, own, _encode(response.output))]
-        conversation = b"[" + b",".join(filter(None, inner)) + b"]"
-        begin = 1 + len(inner[0]) + (1 if inner[0] and inner[1] else 0)
-        place = slice(begin, begin + len(inner[1]))
-        names = history.names.union(before.names, (item.id for item in response.output))
-        self._store.keep(
-            self._owner,
-            response.id,
-            _encode(response),
-            conversation,
-            names,
-            place,
-            history.pictures,
-        )
+        names = [item.id for item in response.output]
+        kept = self._history.kept_with(_encode(response), _encode(response.output), names)
+        self._store.keep(self._owner, response.id, kept)
 
 
 def _response(state: ModelState, exchange: Exchange, body: ResponsesRequest) -> ResponseObject:

@@ -109,8 +109,7 @@ def responses_router(server: ServerState) -> APIRouter:
     async def input_items(request: Request) -> Response:
         """Return the input of a response, without the conversation before it."""
         kept = store.get(key_name(request.scope), request.path_params["response_id"])
-        own = b"[" + kept.conversation[kept.own] + b"]"
-        return json_response(_page(own, request.query_params))
+        return json_response(_page(kept.own_items(), request.query_params))
 
     return router
 
@@ -153,7 +152,7 @@ def _conversation(body: ResponsesRequest, history: ReadInput) -> Conversation:
             temperature=body.temperature,
             top_p=body.top_p,
         ),
-        turns=partial(turns_of, body.instructions, history.before.conversation, history.items),
+        turns=lambda: turns_of(body.instructions, history.before.items(), history.items),
         tools=tools_of(body),
         max_tokens=body.max_output_tokens,
         logprobs=body.logprobs,

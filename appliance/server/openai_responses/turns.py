@@ -31,7 +31,6 @@ _OUTPUTS = {
     "function_call_output", "custom_tool_call_output",
     "local_shell_call_output", "shell_call_output", "apply_patch_call_output",
 }  # fmt: skip
-_decode = msgspec.json.Decoder(list[Item]).decode
 
 
 def items_of(given: str | list[Item] | None) -> list[Item]:
@@ -48,11 +47,11 @@ def items_of(given: str | list[Item] | None) -> list[Item]:
     ]
 
 
-def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> list[Turn]:
+def turns_of(instructions: str | None, before: Sequence[Item], items: Sequence[Item]) -> list[Turn]:
     """Return the turns of a conversation.
 
     Args:
-        before: earlier items, as JSON.
+        before: earlier items.
 
     Raises:
         RequestError: an item has unsupported content.
@@ -60,7 +59,7 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
     turns = _Turns()
     if instructions:
         turns.add({"role": "system", "content": instructions})
-    for item in _decode(before):
+    for item in before:
         turns.take(item, "previous_response_id")
     for number, item in enumerate(items):
         turns.take(item, f"input[{number}]")

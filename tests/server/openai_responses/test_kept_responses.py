@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import openai
 import pytest
 from support.echo.echoed_responses import THOUGHT, WEATHER, events_of
@@ -11,6 +12,7 @@ from support.echo.echoed_responses import THOUGHT, WEATHER, events_of
 from appliance.errors import RequestError
 from appliance.server.openai_responses import history
 from appliance.server.openai_responses.schema import InputPart, Item, ResponsesRequest
+from appliance.server.openai_responses.turns import turns_of
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -206,10 +208,11 @@ def test_pictures_of_conversations_and_references_have_a_limit(
         return history.InputReader(store, "ann", body, max_bytes=1000).read()
 
     found = read(picture=2400)
-    assert len(found.own) > 2400 > 1000, "they are not counted as texts"
-    place = slice(1, len(found.own) - 1)
-    store.keep("ann", "first", b"{}", found.own, found.names, place, found.pictures)
-    assert read(before="first", picture=2400).pictures == 2 * len("data:;base64,") + 4800
+    assert len(found.own) < 1000 < 2400, "they are not counted as texts"
+    store.keep("ann", "first", found.kept_with(b'{"status":"completed"}', b"[]", ()))
+    again = read(before="first", picture=2400)
+    assert again.picture_bytes == 2 * len("data:;base64,") + 4800
+    assert len(again.pictures) == 1
     assert len(read(refer=2).items) == 2
     for asked, param in (
         ({"picture": 5001}, "input"),
@@ -220,3 +223,27 @@ def test_pictures_of_conversations_and_references_have_a_limit(
         with pytest.raises(RequestError, match="at most 5,000") as refused:
             read(**asked)
         assert refused.value.param == param
+
+
+def test_ten_turns_about_a_picture_hold_it_once() -> None:
+    store, data = history.ResponseStore(), "A" * 400_000
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+    first: list[Any] = [{"role": "user", "content": [image]}]
+    before = None
+    for turn in range(10):
+        items = first if turn == 0 else [{"role": "user", "content": f"{turn}"}]
+        body = msgspec.convert({"input": items, "previous_response_id": before}, ResponsesRequest)
+        found = history.InputReader(store, "ann", body, max_bytes=1 << 20).read()
+        before = f"resp_{turn}"
+        store.keep("ann", before, found.kept_with(b'{"status":"completed"}', b"[]", ()))
+    kept = store.kept_by("ann")
+    assert sum(one.size for one in kept) < 20_000
+    assert len({id(url) for one in kept for url in one.pictures.values()}) == 1
+    (shown, *_) = kept[-1].items()
+    assert msgspec.to_builtins(shown)["content"] == [image]
+    assert msgspec.json.decode(kept[0].own_items())[0]["content"] == [image]
+    forged = {"type": "input_image", "image_url": next(iter(kept[-1].pictures))}
+    body = msgspec.convert({"input": [{"role": "user", "content": [forged]}]}, ResponsesRequest)
+    found = history.InputReader(store, "bob", body, max_bytes=1 << 20).read()
+    with pytest.raises(RequestError, match="addresses are not fetched"):
+        turns_of(None, found.before.items(), found.items)
