@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 from support.engine.drafting import draft_always
 from support.engine.picture_answers import (
@@ -31,8 +32,12 @@ from support.models.towers import TOWER_CASES, with_tower
 
 from appliance.config import EngineConfig
 from appliance.engine.load.load_engine import load_llm_engine
+from appliance.engine.load.pictures import KEPT_BYTES
 from appliance.engine.nouns.sampling_params import SamplingParams
+from appliance.engine.tiers import read_ahead, write_behind
 from appliance.errors import ContextLengthError, RequestError
+from appliance.kernels import arrays
+from appliance.model.vision.tower import PictureRows
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
@@ -254,6 +259,47 @@ def test_a_picture_is_encoded_once_and_no_other_is_taken_for_it(served: Served) 
     assert run(engine, [request_of("third", *prompt_of([other]))])["third"] != first
     assert engine.stats().pictures_encoded_total == 2
     engine.close()
+
+
+@pytest.mark.parametrize("served", ["qwen3_5", "smolvlm", "gemma3"], indirect=True)
+@pytest.mark.parametrize("tier", ["blocks", "disk"])
+def test_a_picture_whose_rows_are_cached_is_not_encoded_again(
+    served: Served, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_READ_TOKENS", 16)
+    monkeypatch.setattr(write_behind, "MIN_TOKENS", 16)
+    grid = served.case.grids[0]
+    ids, pictures = prompt_of([canvas_of(served, grid, 5)])
+    ids += [7] * 24  # so that whole blocks have all rows of the picture
+    settings = {"kv_disk": str(tmp_path)} if tier == "disk" else {}
+    engine = load(served.folder, **settings)
+    first = run(engine, [request_of("first", ids, pictures)])["first"]
+    turn = [*ids, *first, 9, 8, 7, 6]
+    wanted = run(served.engine, [request_of("wanted", turn, pictures)])["wanted"]
+    if tier == "disk":
+        run(engine, [request_of("again", ids, pictures)])  # what repeats is written
+        engine.close()
+        engine = load(served.folder, **settings)
+    forget_encoded(engine)
+    before = engine.stats()
+    assert run(engine, [request_of("second", turn, pictures)])["second"] == wanted
+    after = engine.stats()
+    assert after.pictures_encoded_total == before.pictures_encoded_total
+    assert after.prefix_hits_total > before.prefix_hits_total
+    engine.check_invariants()
+    other = prompt_of([canvas_of(served, grid, 6)])[1]
+    run(engine, [request_of("other", turn, other)])
+    assert engine.stats().pictures_encoded_total > after.pictures_encoded_total
+    engine.close()
+
+
+def forget_encoded(engine: LLMEngine) -> None:
+    """Let a picture of all the room push the others out."""
+    assert engine.pictures is not None
+    rows = np.zeros((1, KEPT_BYTES // 4 + 1), np.float32)
+    engine.pictures.encoded.put(b"large", PictureRows(arrays.of_numpy(rows)))
+    engine.pictures.encoded.trim(set())
+    assert engine.pictures.encoded.num_bytes == 0
 
 
 def test_what_cannot_be_served_is_refused(served: Served) -> None:

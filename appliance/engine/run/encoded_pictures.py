@@ -49,10 +49,16 @@ class EncodedPictures:
         self.num_encoded = 0
         self.num_hits = 0
 
-    def missing(self, request: Request) -> list[CanvasPixels]:
-        """Return the pictures of a request to encode before it starts; keep the others for it."""
-        assert request.pictures is not None
-        canvases = {canvas.key: canvas for canvas in request.pictures.canvases}
+    def missing(self, request: Request, num_cached: int = 0) -> list[CanvasPixels]:
+        """Return the pictures of a request to encode before it starts; keep the others for it.
+
+        Args:
+            num_cached: leading tokens that will not run; a picture among them is not encoded.
+        """
+        pictures = request.pictures
+        assert pictures is not None
+        run = {span.canvas for span in pictures.spans if span.stop > num_cached}
+        canvases = {pictures.canvases[place].key: pictures.canvases[place] for place in sorted(run)}
         self._users[request.request_id] = frozenset(canvases)
         for key in canvases.keys() & self._rows.keys():
             self._rows.move_to_end(key)

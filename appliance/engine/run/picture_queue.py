@@ -78,13 +78,14 @@ class PictureQueue:
     def held(self) -> set[str]:
         return set(self._held)
 
-    def hold(self, request: Request, arrival: float) -> bool:
+    def hold(self, request: Request, arrival: float, num_cached: int = 0) -> bool:
         """Hold a request until its pictures are encoded; return False if they are.
 
         Args:
             arrival: see `Scheduler.stamp`.
+            num_cached: see `EncodedPictures.missing`.
         """
-        missing = {canvas.key: canvas for canvas in self.encoded.missing(request)}
+        missing = {canvas.key: canvas for canvas in self.encoded.missing(request, num_cached)}
         if not missing:
             return False
         self._held[request.request_id] = HeldRequest(request, arrival, set(missing))

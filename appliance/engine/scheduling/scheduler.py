@@ -147,6 +147,17 @@ class Scheduler:
         state.enter(_group_of(request, arrival, state.bounds, state.blocks))
         state.counters.prompt_tokens += len(request.prompt_token_ids)
 
+    def num_cached(self, request: Request) -> int:
+        """Count the leading tokens of a prompt that would not run if it came next.
+
+        0 if it would have to wait, since others may take their blocks meanwhile.
+        """
+        state = self.state
+        if state.num_waiting or not state.slots:
+            return 0
+        sequence = Sequence(request)
+        return state.tiers.num_found(sequence, state.blocks.find_prefix(sequence))
+
     def expire(self, now: float) -> list[Update]:
         """End the sequences past their deadline, with the best answers of their groups so far.
 

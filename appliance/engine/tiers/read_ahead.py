@@ -62,23 +62,44 @@ class ReadAhead:
         return tuple(self._reading)
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start to read a chain's blocks; return True if the sequence must wait.
-
-        Reads nothing while the disk is still at a read that took too long.
-        """
-        if self._disk is None or self._late in self._disk.unfinished:
-            return False
-        wanted, gain = wanted_from_disk(sequence, self._blocks, self._host, self._disk)
-        if self._blocks.states is None:
-            del wanted[self._host.room :]
-            gain = len(wanted)
-        if not wanted or gain * self._blocks.block_size < MIN_READ_TOKENS:
-            return False
-        if not self._host.reserve(wanted):
+        """Start to read a chain's blocks; return True if the sequence must wait."""
+        wanted, gain = self._wanted(sequence)
+        if not wanted or self._disk is None or not self._host.reserve(wanted):
             return False
         job = self._disk.read(wanted, sequence)
         self._reading[sequence] = _Reading(job, gain * self._blocks.block_size)
         return True
+
+    def num_readable(self, sequence: Sequence) -> int:
+        """Count the leading tokens of a new sequence that it would have after `begin`."""
+        wanted, gain = self._wanted(sequence)
+        if not wanted:
+            return 0
+        size, states = self._blocks.block_size, self._blocks.states
+        depth = len(self._blocks.index.find_chain(sequence))
+        chain = sequence.block_hashes[: sequence.num_reusable // size]
+        if states is not None:
+            return (states.checkpoints.depth(chain[:depth]) + gain) * size
+        for content in chain[depth:]:
+            if content not in wanted and self._host.get(content) is None:
+                break
+            depth += 1
+        return depth * size
+
+    def _wanted(self, sequence: Sequence) -> tuple[list[bytes], int]:
+        """Return the content to read for a sequence, and the blocks gained; nothing if few.
+
+        Reads nothing while the disk is still at a read that took too long.
+        """
+        if self._disk is None or self._late in self._disk.unfinished:
+            return [], 0
+        wanted, gain = wanted_from_disk(sequence, self._blocks, self._host, self._disk)
+        if self._blocks.states is None:
+            del wanted[self._host.room :]
+            gain = len(wanted)
+        if gain * self._blocks.block_size < MIN_READ_TOKENS:
+            return [], 0
+        return wanted, gain
 
     def take(self, now: float) -> Iterator[tuple[Sequence, list[bytes]]]:
         """Yield sequences that wait no longer, with the content reserved in host memory.

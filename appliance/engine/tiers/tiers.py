@@ -156,6 +156,18 @@ class Tiers:
         found = sum(self.host.get(content) is not None for content in kept.hashes)
         return found + (kept.last is not None)
 
+    def num_found(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Count the leading tokens of a new sequence with content here or in the cache.
+
+        Only whole blocks count: there may be no room to copy a partial one.
+
+        Args:
+            prefix: those in the cache.
+        """
+        whole = self._blocks.whole(prefix)
+        resume = self._resume(sequence, len(whole.blocks))
+        return max(whole.num_tokens, resume.num_tokens, self._reads.num_readable(sequence))
+
     def choose(self, sequence: Sequence, prefix: Prefix) -> Prefix:
         """Cut a cached prefix at its last full block if host memory continues it further.
 
