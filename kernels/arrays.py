@@ -296,7 +296,9 @@ def repeated(array: Any, times: int, dim: int) -> Any:
 
 
 def cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    """Join arrays of one kind along a dimension."""
+    """Join arrays of one kind along a dimension; one alone is returned itself."""
+    if len(parts) == 1:
+        return parts[0]
     if isinstance(parts[0], np.ndarray):
         return of_numpy(np.concatenate(parts, axis=dim))
     import torch

@@ -209,7 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Rows of the prompt that a picture may take, as LEAST:MOST, of which one may be left"
             " out, such as 64:1024 or :256. Fewer rows are encoded and read sooner, and show less.",
             Group.MODEL,
-            default_is="as the model's own processor has it",
+            default_is="as the model's own processor has it, up to 4096",
         ),
     ] = ""
     max_model_len: Annotated[

@@ -41,8 +41,10 @@ def patches(spec: ImageProcessorSpec, canvas: Canvas, pixels: bytes) -> NDArray[
     channel = np.arange(3)
     if not spec.channels_last:
         channel = channel[:, None, None]
-    values = _values(spec)[channel, ordered]
-    return values.reshape(canvas.tiles, high * wide * spec.block**2, 3 * spec.patch**2)
+    values, found = _values(spec), np.empty(ordered.shape, np.float32)
+    for line in range(high):  # NumPy widens each byte that looks up a number
+        found[:, :, line] = values[channel, ordered[:, :, line]]
+    return found.reshape(canvas.tiles, high * wide * spec.block**2, 3 * spec.patch**2)
 
 
 def _values(spec: ImageProcessorSpec) -> NDArray[np.float32]:

@@ -17,6 +17,7 @@ from appliance.errors import ConfigError, ImageError
 
 Size = tuple[int, int]  # height, width in pixels
 MAX_RATIO = 200  # of the sides, where the reference refuses more
+USUAL_MOST = 4096  # image rows of a picture where nothing is asked for, as in llama.cpp
 
 
 class TokenRange(NamedTuple):
@@ -48,6 +49,21 @@ class TokenRange(NamedTuple):
                 " 64:1024"
             )
         return found
+
+    def within(self, limit: int) -> TokenRange:
+        """Return the range for a model whose pictures have up to `limit` rows.
+
+        Raises:
+            ConfigError: a bound exceeds it.
+        """
+        if max(self.least, self.most or 1) > limit:
+            raise ConfigError(
+                f"image_tokens is {self.least}:{self.most or ''}, and a picture has at most {limit}"
+                f" tokens in this model; keep both bounds within 1:{limit}"
+            )
+        if self.most is None and limit > USUAL_MOST:
+            return TokenRange(self.least, max(self.least, USUAL_MOST))
+        return self
 
     def below(self, most: int) -> int:
         return most if self.most is None else min(most, self.most)
@@ -132,14 +148,27 @@ class AreaRule(msgspec.Struct, frozen=True, tag=True):
             rounded = self._up(height * scale), self._up(width * scale)
         return (Canvas((self._within(rounded, height, width),)),)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest picture; a strip of another ratio may have more than the area."""
+        rows = max(1, self.max_pixels // (self.frames * self.cell**2))
+        if self.small is not Small.CELL:
+            rows = max(rows, math.isqrt(MAX_RATIO * rows))
+        return rows if self.most is None else min(rows, self.most)
+
+    @property
+    def most_tiles(self) -> tuple[int, int]:
+        return 1, self.most_rows
+
     def narrowed(self, tokens: TokenRange) -> AreaRule:
-        """Keep the area within a range."""
+        """Keep the area within a range, and strips of any length within the most rows."""
         per_row = self.frames * self.cell**2
         rows = tokens.below(max(1, self.max_pixels // per_row))
         most = min(self.max_pixels, rows * per_row)
         least = min(max(self.min_pixels, tokens.least * per_row), most)
+        is_bounded = tokens.most is not None or self.small is Small.CELL
         return msgspec.structs.replace(
-            self, min_pixels=least, max_pixels=most, most=tokens.most and rows
+            self, min_pixels=least, max_pixels=most, most=rows if is_bounded else None
         )
 
     def _within(self, rounded: Size, height: int, width: int) -> Size:
@@ -186,6 +215,10 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True):
         """Rows of every picture."""
         return (self.height // self.cell) * (self.width // self.cell)
 
+    @property
+    def most_tiles(self) -> tuple[int, int]:
+        return 1, self.most_rows
+
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         return (Canvas(((self.height, self.width),)),)
 
@@ -217,6 +250,10 @@ class BudgetRule(msgspec.Struct, frozen=True, tag=True):
     def most_rows(self) -> int:
         """Rows of the largest picture."""
         return self.budget
+
+    @property
+    def most_tiles(self) -> tuple[int, int]:
+        return 1, self.most_rows
 
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         """Plan one canvas; a long strip gets one row or column of cells.
@@ -254,6 +291,14 @@ class EdgeRule(msgspec.Struct, frozen=True, tag=True):
     cell: int
     longest: int
 
+    @property
+    def most_rows(self) -> int:
+        return math.ceil(self.longest / self.cell) ** 2
+
+    @property
+    def most_tiles(self) -> tuple[int, int]:
+        return 1, self.most_rows
+
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         ratio = max(height / self.longest, width / self.longest)
         if ratio > 1:
@@ -284,6 +329,16 @@ class SplitRule(msgspec.Struct, frozen=True, tag=True):
     longest: int
     side: int
     split: bool = True
+
+    @property
+    def most_rows(self) -> int:
+        count, rows = self.most_tiles
+        return (count + 1 if count > 1 else 1) * rows
+
+    @property
+    def most_tiles(self) -> tuple[int, int]:
+        edge = math.ceil(self.longest / self.side) if self.split else 1
+        return edge**2, (self.side // self.cell) ** 2
 
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         first = self._limited(*self._stretched(height, width))
@@ -367,6 +422,23 @@ class TileRule(msgspec.Struct, frozen=True, tag=True):
     smallest: int = 1
     view: bool = True
 
+    @property
+    def most_rows(self) -> int:
+        count, _ = self.most_tiles
+        view = self.whole.most_rows if self.whole else self._tile_rows
+        if self.max_tiles < max(self.min_tiles, 2):
+            return view
+        return max(view, count * self._tile_rows + view * self.view)
+
+    @property
+    def most_tiles(self) -> tuple[int, int]:
+        rows = max(self._tile_rows, self.whole.most_rows if self.whole else 0)
+        return max(1, self.max_tiles), rows
+
+    @property
+    def _tile_rows(self) -> int:
+        return (self.height // self.cell) * (self.width // self.cell)
+
     def plan(self, height: int, width: int) -> tuple[Canvas, ...]:
         view = self._view(height, width)
         if self.max_tiles < self.min_tiles or not self._is_large(height, width):
@@ -381,7 +453,7 @@ class TileRule(msgspec.Struct, frozen=True, tag=True):
         Raises:
             ConfigError: the range excludes a single tile, or what all tiles have.
         """
-        per_tile = (self.height // self.cell) * (self.width // self.cell)
+        per_tile = self._tile_rows
         whole = self.whole and self.whole.narrowed(tokens)
         view = whole.max_pixels // self.cell**2 if whole else per_tile
         largest = max(1, self.max_tiles) * per_tile + view
@@ -420,7 +492,14 @@ class TileRule(msgspec.Struct, frozen=True, tag=True):
         return best
 
 
+# Each has `most_rows`, of a whole picture, and `most_tiles`: tiles of a canvas, and rows of the
+# largest tile.
 SizeRule = AreaRule | FixedRule | BudgetRule | EdgeRule | SplitRule | TileRule
+
+
+def row_limit(rule: SizeRule) -> int:
+    """Return the rows of the largest picture that a model can be asked for."""
+    return max(rule.budgets) if isinstance(rule, BudgetRule) else rule.most_rows
 
 
 def _even(length: float) -> int:

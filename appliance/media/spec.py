@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
-from appliance.media.sizing import TokenRange
+from appliance.media.sizing import TokenRange, row_limit
 
 if TYPE_CHECKING:
     from appliance.media.sizing import Canvas, SizeRule
@@ -125,7 +125,8 @@ class ImageProcessorSpec:
         Raises:
             ConfigError: the model cannot.
         """
-        return replace(self, size_rule=self.size_rule.narrowed(tokens))
+        allowed = tokens.within(row_limit(self.size_rule))
+        return replace(self, size_rule=self.size_rule.narrowed(allowed))
 
     def at_detail(self, detail: ImageDetail, allowed: TokenRange) -> ImageProcessorSpec:
         """Narrow to what a request asks for; little detail counts where the model knows it.

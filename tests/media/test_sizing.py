@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import image_processing_backends
 from transformers.models.gemma4 import image_processing_pil_gemma4
 
 from appliance.errors import ConfigError, ImageError
-from appliance.media.sizing import Size, TokenRange
+from appliance.media.processors import spec_of
+from appliance.media.sizing import USUAL_MOST, Size, TokenRange
 
 Steps = list[Size]
 # Halves of cells of 28, 32 and 48 pixels, the least and most areas, ratios around 200, and threads.
@@ -96,7 +98,7 @@ def test_a_thread_becomes_a_line_of_cells_where_the_reference_fails() -> None:
         ("glm46v", TokenRange(16, 512), 16, 512),
         ("paddleocr_vl", TokenRange(1, 200), 150, 200),
         ("paddleocr_vl", TokenRange(1, 20), 12, 20),
-        ("gemma3", TokenRange(1, 1024), 256, 256),
+        ("gemma3", TokenRange(1, 256), 256, 256),
         ("gemma4", TokenRange(1, 256), 100, 140),
         ("gemma4", TokenRange(300, None), 480, 560),
         ("mistral3", TokenRange(1, 400), 1, 400),
@@ -132,7 +134,6 @@ def test_no_strip_exceeds_a_range(name: str, most: int) -> None:
     ("name", "tokens", "possible"),
     [
         ("gemma3", TokenRange(1, 255), "256"),
-        ("gemma3", TokenRange(257, None), "256"),
         ("gemma4", TokenRange(1, 69), "70, 140, 280, 560, 1120"),
         ("smolvlm", TokenRange(1, 63), "64, 1088"),
         ("internvl", TokenRange(1, 200), "256, 3328"),
@@ -143,6 +144,47 @@ def test_a_range_that_a_model_cannot_keep_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"it can: {possible}"):
         CASES[name].spec.narrowed(tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    # By arithmetic on the published settings: areas by cells, trained budgets, tiles and a view.
+    [
+        ("gemma3", 256),
+        ("gemma4", 1120),
+        ("smolvlm", 17 * 64),
+        ("internvl", 13 * 256),
+        ("qwen3_5", 2**21 // 32**2),
+        ("mistral3", 55**2),
+    ],
+)
+def test_bounds_beyond_the_largest_picture_are_refused(name: str, limit: int) -> None:
+    spec = CASES[name].spec
+    for tokens in TokenRange(limit + 1), TokenRange(1, limit + 1):
+        with pytest.raises(ConfigError, match=f"at most {limit} tokens .* within 1:{limit}$"):
+            spec.narrowed(tokens)
+    largest = spec.narrowed(TokenRange(limit, limit))
+    assert largest.size_rule.most_rows == limit
+    assert spec.narrowed(TokenRange()).size_rule.most_rows <= USUAL_MOST
+    sizes = ((3000, 3000), (3000, 4000))
+    assert max(largest.rows(largest.canvases(*size)) for size in sizes) > 0.9 * limit
+
+
+@pytest.mark.parametrize("name", [*CASES, "lfm2_vl"])
+@pytest.mark.parametrize("tokens", [TokenRange(), TokenRange(1, 256)])
+def test_no_picture_exceeds_what_the_plan_has_room_for(name: str, tokens: TokenRange) -> None:
+    spec = spec_of("Lfm2VlImageProcessor", {}) if name == "lfm2_vl" else CASES[name].spec
+    with contextlib.suppress(ConfigError):  # one tile has more
+        spec = spec.narrowed(tokens)
+    tiles, cells = spec.size_rule.most_tiles
+    seen = []
+    for height, width in [*EDGES, (9000, 9000), (16, 9000), (1, 60000), (9000, 50), (45, 8999)]:
+        with contextlib.suppress(ImageError):
+            canvases = spec.canvases(height, width)
+            seen.append(spec.rows(canvases))
+            assert all(one.tiles <= tiles for one in canvases)
+            assert all(spec.rows((one,)) <= cells * one.tiles for one in canvases)
+    assert max(seen) <= spec.size_rule.most_rows
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm46v", "paddleocr_vl"])

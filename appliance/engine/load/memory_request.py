@@ -221,7 +221,8 @@ def _request(
         rounded=partial(_rounded_bytes, config, source, execution),
     )
     if pictures is not None:
-        request = pictures.added_to(request)
+        threads = config.threads or psutil.cpu_count(logical=False) or 1
+        request = pictures.added_to(request, execution, threads)
     return request if draft is None else draft.added_to(request)
 
 

@@ -14,12 +14,14 @@ from appliance.engine.run.picture_queue import PictureQueue
 from appliance.errors import ConfigError, ModelError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
+from appliance.kernels.cpu.structs import Isa
 from appliance.media.processor_config import read_image_processor
 from appliance.media.sizing import BudgetRule, FixedRule, TokenRange
 from appliance.model.vision.families.registry import has_tower
 from appliance.model.vision.source import tower_of
 from appliance.model.vision.spec import SeesAhead
 from appliance.model.vision.tower import load_native_tower
+from appliance.model.vision.workspace import RowForm, workspace_bytes
 from appliance.model_files.projectors import find_projector, projectors_beside
 
 if TYPE_CHECKING:
@@ -36,9 +38,7 @@ if TYPE_CHECKING:
     from appliance.model.vision.tower import Tower
 
 KEPT_BYTES = 256 << 20  # of pictures' rows, which a later turn reads again
-_STREAMS = 8  # of a patch's hidden state: before and after a norm, heads, forms in 8 bits
 _SCALE_BYTES = 1 / 8  # of a weight in codes: a scale and an offset for 32 of them
-_MOST_PATCHES = 4096  # of a picture that the plan has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,18 @@ class PictureSource:
         most = config.max_num_batched_tokens + self.spare_rows
         return msgspec.structs.replace(config, max_num_batched_tokens=most)
 
-    def num_bytes(self, element_bytes: int) -> int:
-        """Estimate the bytes of the tower's weights, of its largest step, and of rows kept.
+    def num_bytes(
+        self, element_bytes: int, most_rows: int, threads: int, *, in_library: bool
+    ) -> int:
+        """Count the bytes of the tower's weights, of its largest step, and of rows kept.
 
         Args:
             element_bytes: of a weight of its layers.
+            most_rows: of a prompt, which no picture in it exceeds.
+            threads: of a step.
+            in_library: the C library runs it.
         """
-        layers, weights = self.tower.spec.layers, self.tower.weights
+        weights = self.tower.weights
         in_codes, other = 0.0, 0
         for name in weights.tensor_names():
             count, bits = prod(weights.shape(name)), weights.packed_bits(name)
@@ -80,13 +85,24 @@ class PictureSource:
                 other += count
             else:
                 in_codes += count * (bits / 8 + _SCALE_BYTES)
-        mlps = [layer.mlp for layer in layers.layers if layer.mlp is not None]
-        inner = 2 * max(mlp.intermediate_size for mlp in mlps)
-        row = (_STREAMS * layers.hidden_size + inner) * 4
-        return int(in_codes) + other * element_bytes + _MOST_PATCHES * row + KEPT_BYTES
+        tiles, cells = self.processor.size_rule.most_tiles
+        cells = min(cells, most_rows)
+        workspace = workspace_bytes(
+            self.tower.spec,
+            min(tiles, most_rows // cells),
+            cells,
+            self.text.spec.hidden_size,
+            threads,
+            _row_form(element_bytes, in_codes=in_codes > 0) if in_library else RowForm.PLAIN,
+        )
+        return int(in_codes) + other * element_bytes + workspace + KEPT_BYTES
 
-    def added_to(self, request: MemoryRequest) -> MemoryRequest:
-        return replace(request, picture_bytes=self.num_bytes(request.activation_bytes))
+    def added_to(self, request: MemoryRequest, execution: Execution, threads: int) -> MemoryRequest:
+        """Add the tower to a request, with room for the largest picture that a prompt can have."""
+        most = request.max_model_len or request.spec.context_length
+        element_bytes = execution.precision.dtype.itemsize
+        own = self.num_bytes(element_bytes, most, threads, in_library=execution.in_library)
+        return replace(request, picture_bytes=own)
 
     def load(
         self,
@@ -126,6 +142,13 @@ class PictureSource:
         source = tower_of(self.text, path if path.is_file() else None)
         assert source is not None
         return load_torch_tower(source, device.torch_device, dtype, on_progress)
+
+
+def _row_form(element_bytes: int, *, in_codes: bool) -> RowForm:
+    if in_codes:
+        return RowForm.CODES
+    is_tiled = element_bytes == 2 and load_library().ap_current_isa() == Isa.AMX
+    return RowForm.SPLIT if is_tiled else RowForm.PLAIN
 
 
 def open_pictures(

@@ -381,7 +381,7 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
         advice.append("--speculate auto, without what drafts, would fit")
     if request.picture_bytes and wanted - for_kv <= request.picture_bytes:
-        advice.append("--no-images, for texts alone, would fit")
+        advice.append("--image-tokens :256, or --no-images for texts alone, may fit")
     if asked is not None and needed <= for_kv:
         too_much = asked > for_kv
         size = for_kv // 2**20 if too_much else -(-needed // 2**20)

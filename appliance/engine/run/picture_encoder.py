@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from appliance.media.patches import patches
 from appliance.model.vision.tower import PatchGrid, PictureRows
+from appliance.model.vision.workspace import tiles_at_once
 
 if TYPE_CHECKING:
     from appliance.engine.nouns.picture import CanvasPixels
@@ -28,7 +29,7 @@ class PictureEncoder:
     _alone: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, canvas: CanvasPixels) -> PictureRows:
-        """Encode a canvas, tile by tile, in one call of the tower.
+        """Encode a canvas, some tiles in each call of the tower.
 
         Raises:
             MemoryError: there is too little memory for it.
@@ -36,7 +37,12 @@ class PictureEncoder:
         merge = self.tower.spec.merge
         tiles = patches(replace(self.processor, block=merge), canvas.canvas, canvas.pixels)
         rows, columns = (cells * merge for cells in canvas.cells)
+        grids = [PatchGrid(tile, rows, columns) for tile in tiles]
+        at_once = tiles_at_once(rows * columns)
         with self._alone:
-            return PictureRows.joined(
-                self.tower([PatchGrid(tile, rows, columns) for tile in tiles])
-            )
+            found = [
+                one
+                for first in range(0, len(grids), at_once)
+                for one in self.tower(grids[first : first + at_once])
+            ]
+        return PictureRows.joined(found)

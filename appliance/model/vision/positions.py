@@ -49,6 +49,8 @@ def window_order(rows: int, columns: int, side: int) -> tuple[NDArray[np.int64],
 
 def fitted(table: Floats, rows: int, columns: int, resize: Resize) -> Floats:
     """Fit a table of positions (side, side, hidden_size) to (rows, columns, hidden_size)."""
+    if rows == columns == len(table):
+        return table  # as every way has it
     weights = _WEIGHTS[resize]
     down, across = weights(rows, len(table)), weights(columns, len(table))
     found: Floats = np.einsum("rs,sth,ct->rch", down, table, across, optimize=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     # Lays out a weight (out_features, in_features) and a bias, or None.
     MakeLinear = Callable[[Any, Any], Callable[[Any], Any]]
 
+CELLS_AT_ONCE = 128  # of a projector, whose intermediate results are several times as wide
 # Abramowitz and Stegun, 7.1.26: within 1.5e-7 of erf.
 _P = 0.3275911
 _QUICK = 1.702
@@ -100,6 +101,11 @@ class Projector:
 
     def __call__(self, patches: Any) -> Any:
         """Map patches (num_patches, hidden_size), cell by cell, to (num_cells, width)."""
+        at_once = CELLS_AT_ONCE * self.merge**2
+        firsts = range(0, len(patches), at_once)
+        return arrays.cat([self._cells(patches[first : first + at_once]) for first in firsts])
+
+    def _cells(self, patches: Any) -> Any:
         count, width = patches.shape
         if self.norm is not None and self.spec.norms_patches:
             patches = self.norm(patches)
