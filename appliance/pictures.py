@@ -16,7 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.nouns.picture import TEXTS_ONLY, CanvasPixels, PictureSpan, PromptPictures
+from appliance.engine.nouns.picture import (
+    MOST_PIXEL_BYTES,
+    TEXTS_ONLY,
+    CanvasPixels,
+    PictureSpan,
+    PromptPictures,
+)
 from appliance.errors import ChatTemplateError, ImageError, RequestError
 from appliance.media.spec import ImageDetail
 
@@ -275,10 +281,18 @@ def laid_out(
 
     Raises:
         ChatTemplateError: the template did not write a placeholder for each.
+        RequestError: they have too many pixels together.
     """
     if not pictures:
         return ids, None
     assert reader is not None, "it read them"
+    num_bytes = sum(picture.num_bytes for picture in pictures)
+    if num_bytes > MOST_PIXEL_BYTES:
+        raise RequestError(
+            f"the pictures have {num_bytes >> 20} MiB of pixels together, and at most"
+            f" {MOST_PIXEL_BYTES >> 20} are taken; send fewer, or smaller ones",
+            code="too_many_images",
+        )
     word = reader.spec.words.placeholder
     placeholder = tokenizer.mark_ids((word,)).get(word)
     places = [place for place, one in enumerate(ids) if one == placeholder]

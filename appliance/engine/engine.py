@@ -150,7 +150,7 @@ class LLMEngine:
         """Begin to encode a request's pictures; return False if all of them are encoded."""
         check_request(request, self.scheduler.state.bounds)  # before the work
         assert self.pictures is not None
-        return self.pictures.hold(request, arrival, self.scheduler.num_cached(request))
+        return self.pictures.hold(request, arrival, self.scheduler.num_cached)
 
     def _start_pictured(self, now: float) -> None:
         """Queue the requests whose pictures are encoded."""

@@ -6,6 +6,7 @@ caches which compare ids tell pictures apart and meet the same one again. Import
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,10 @@ TEXTS_ONLY = (
     "this model reads texts only; leave the pictures out, or serve a model that takes them, of GGUF"
     " models one with its mmproj file beside it, and without --no-images"
 )
+MOST_PIXEL_BYTES = 512 << 20  # of a request's pictures together, after resizing
 _ID_BYTES = 8
 _ID_BITS = 62
+_KEPT_SPANS = 64  # whose ids are kept: a conversation's pictures come again with each turn
 
 
 class CanvasPixels(msgspec.Struct, frozen=True):
@@ -77,8 +80,7 @@ class PromptPictures(msgspec.Struct, frozen=True):
         ids = list(token_ids)
         for span in self.spans:
             key = self.canvases[span.canvas].key
-            cells = range(span.first, span.first + span.length)
-            ids[span.start : span.stop] = [row_id(key, cell) for cell in cells]
+            ids[span.start : span.stop] = _row_ids(key, span.first, span.length)
         return ids
 
     def within(self, first: int, last: int) -> Iterator[tuple[range, PictureSpan]]:
@@ -87,6 +89,11 @@ class PromptPictures(msgspec.Struct, frozen=True):
             rows = range(max(span.start, first), min(span.stop, last))
             if rows:
                 yield rows, span
+
+
+@lru_cache(maxsize=_KEPT_SPANS)
+def _row_ids(key: bytes, first: int, length: int) -> tuple[int, ...]:
+    return tuple(row_id(key, cell) for cell in range(first, first + length))
 
 
 def row_id(key: bytes, cell: int) -> int:

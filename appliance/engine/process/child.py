@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from appliance.engine.nouns.messages import FromEngine, Shutdown, ToEngine
-from appliance.engine.process.framing import FrameDecoder, encode_frame
+from appliance.engine.process.framing import MAX_REQUEST_BYTES, FrameDecoder, encode_frame
 from appliance.engine.process.launch import (
     DUMP_STACKS_SIGNAL,
     ENGINE_COMMAND,
@@ -134,7 +134,7 @@ class EngineConnection(asyncio.Protocol):
         """Queue a message; drop it if the connection is closing."""
         assert self._transport is not None
         if not self._transport.is_closing():
-            self._transport.write(encode_frame(message))
+            self._transport.write(encode_frame(message, MAX_REQUEST_BYTES))
 
     async def receive(self) -> FromEngine | None:
         """Return the next message; None at the end of the connection.

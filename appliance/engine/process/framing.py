@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from appliance.engine.nouns.messages import StepReport
+from appliance.engine.nouns.picture import MOST_PIXEL_BYTES
 from appliance.errors import ApplianceError, EngineError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Per report. Each takes up to 15 bytes of MessagePack, so a frame has at most half of its 16 MiB.
 MAX_CANDIDATES = 2**19
 MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_REQUEST_BYTES = MOST_PIXEL_BYTES + MAX_FRAME_BYTES
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 MessageT = TypeVar("MessageT")
@@ -32,23 +34,33 @@ class FrameError(EngineError):
     """The peer sent invalid bytes; the connection must end."""
 
 
-def encode_frame(message: msgspec.Struct) -> bytes:
+def encode_frame(message: msgspec.Struct, most: int = MAX_FRAME_BYTES) -> bytearray:
+    """Return a message's frame.
+
+    Args:
+        most: bytes of the message.
+    """
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
     size = len(frame) - _LENGTH.size
-    assert size <= MAX_FRAME_BYTES, f"a {type(message).__name__} of {size} bytes"
+    assert size <= most, f"a {type(message).__name__} of {size} bytes"
     _LENGTH.pack_into(frame, 0, size)
-    return bytes(frame)
+    return frame
 
 
 class FrameDecoder(Generic[MessageT]):
-    """Splits a byte stream into messages of one union and keeps an incomplete rest."""
+    """Splits a byte stream into messages of one union and keeps an incomplete rest.
 
-    def __init__(self, union: Any) -> None:
+    Args:
+        most: bytes of a message.
+    """
+
+    def __init__(self, union: Any, most: int = MAX_FRAME_BYTES) -> None:
+        self._most = most
         self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(union)
         self.rest = bytearray()  # of a frame that is not complete
 
-    def feed(self, data: bytes) -> list[MessageT]:
+    def feed(self, data: bytes | bytearray) -> list[MessageT]:
         """Add bytes; return the messages they complete.
 
         Raises:
@@ -59,17 +71,18 @@ class FrameDecoder(Generic[MessageT]):
         start = 0
         while len(self.rest) - start >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self.rest, start)
-            if size > MAX_FRAME_BYTES:
-                raise FrameError(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} are accepted")
+            if size > self._most:
+                raise FrameError(f"a frame of {size} bytes; at most {self._most} are accepted")
             end = start + _LENGTH.size + size
             if len(self.rest) < end:
                 break
-            messages.append(self._decode(bytes(self.rest[start + _LENGTH.size : end])))
+            with memoryview(self.rest) as whole, whole[start + _LENGTH.size : end] as payload:
+                messages.append(self._decode(payload))
             start = end
         del self.rest[:start]
         return messages
 
-    def _decode(self, payload: bytes) -> MessageT:
+    def _decode(self, payload: memoryview) -> MessageT:
         try:
             return self._decoder.decode(payload)
         except (msgspec.MsgspecError, ApplianceError, ValueError, RecursionError) as error:

@@ -44,7 +44,12 @@ from appliance.engine.nouns.messages import (
     WeightsRead,
 )
 from appliance.engine.nouns.request import FinishReason
-from appliance.engine.process.framing import FrameDecoder, encode_frame, pieces_of
+from appliance.engine.process.framing import (
+    MAX_REQUEST_BYTES,
+    FrameDecoder,
+    encode_frame,
+    pieces_of,
+)
 from appliance.engine.process.launch import DUMP_STACKS_SIGNAL, beacon_of, map_metadata
 from appliance.errors import ApplianceError, EngineError, RequestError
 from appliance.runtime import die_with_parent, see_gpus
@@ -224,7 +229,7 @@ class EngineSocket:
     def __init__(self, sock: socket.socket) -> None:
         self.closed = False
         self._socket = sock
-        self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
+        self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine, MAX_REQUEST_BYTES)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._ranks: dict[int, int] = {}  # process id by pidfd

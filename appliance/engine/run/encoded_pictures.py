@@ -49,21 +49,28 @@ class EncodedPictures:
         self.num_encoded = 0
         self.num_hits = 0
 
-    def missing(self, request: Request, num_cached: int = 0) -> list[CanvasPixels]:
+    def missing(
+        self, request: Request, num_cached: Callable[[Request], int] | None = None
+    ) -> list[CanvasPixels]:
         """Return the pictures of a request to encode before it starts; keep the others for it.
 
         Args:
-            num_cached: leading tokens that will not run; a picture among them is not encoded.
+            num_cached: counts a request's leading tokens that will not run; a picture among them
+                is not encoded.
         """
         pictures = request.pictures
         assert pictures is not None
-        run = {span.canvas for span in pictures.spans if span.stop > num_cached}
-        canvases = {pictures.canvases[place].key: pictures.canvases[place] for place in sorted(run)}
+        canvases = {canvas.key: canvas for canvas in pictures.canvases}
         self._users[request.request_id] = frozenset(canvases)
         for key in canvases.keys() & self._rows.keys():
             self._rows.move_to_end(key)
             self.num_hits += 1
-        return [canvas for key, canvas in canvases.items() if key not in self._rows]
+        missing = [canvas for key, canvas in canvases.items() if key not in self._rows]
+        if not missing or num_cached is None:
+            return missing
+        first = num_cached(request)
+        runs = {pictures.canvases[span.canvas].key for span in pictures.spans if span.stop > first}
+        return [canvas for canvas in missing if canvas.key in runs]
 
     def forget(self, request_id: str) -> None:
         self._users.pop(request_id, None)

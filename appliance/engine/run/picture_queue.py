@@ -78,7 +78,12 @@ class PictureQueue:
     def held(self) -> set[str]:
         return set(self._held)
 
-    def hold(self, request: Request, arrival: float, num_cached: int = 0) -> bool:
+    def hold(
+        self,
+        request: Request,
+        arrival: float,
+        num_cached: Callable[[Request], int] | None = None,
+    ) -> bool:
         """Hold a request until its pictures are encoded; return False if they are.
 
         Args:

@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engine.nouns.messages import Abort, Shutdown, Submit, ToEngine
+from appliance.engine.nouns.picture import CanvasPixels, PictureSpan, PromptPictures
 from appliance.engine.nouns.request import Request
 from appliance.engine.nouns.sampling_params import SamplingParams
 from appliance.engine.process.framing import (
     MAX_FRAME_BYTES,
+    MAX_REQUEST_BYTES,
     FrameDecoder,
     FrameError,
     encode_frame,
 )
+from appliance.media.sizing import Canvas
 
 MESSAGES: list[ToEngine] = [
     Submit(
@@ -70,3 +73,17 @@ def test_a_long_frame_is_refused_before_it_is_there() -> None:
     decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
     with pytest.raises(FrameError, match="bytes"):
         decoder.feed(struct.pack("<I", MAX_FRAME_BYTES + 1))
+
+
+def test_a_request_may_have_photographs() -> None:
+    pixels = bytes(4 << 20) * 5
+    canvas = CanvasPixels(b"key", Canvas(((2048, 2048),)), pixels, (1, 1))
+    pictures = PromptPictures((canvas,), (PictureSpan(0, 1, 0),))
+    request = Request(
+        request_id="a", prompt_token_ids=(0,), sampling=SamplingParams(), pictures=pictures
+    )
+    frame = encode_frame(Submit(request), MAX_REQUEST_BYTES)
+    assert len(frame) > MAX_FRAME_BYTES
+    decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine, MAX_REQUEST_BYTES)
+    assert not decoder.feed(frame[: len(frame) // 2])
+    assert decoder.feed(frame[len(frame) // 2 :]) == [Submit(request)]
