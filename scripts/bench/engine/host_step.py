@@ -302,7 +302,7 @@ def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevic
     return engine, device
 
 
-def one_step(engine: LLMEngine, encode: Callable[[Any], bytes]) -> None:
+def one_step(engine: LLMEngine, encode: Callable[[Any], bytearray]) -> None:
     """Call the engine until it reports a step's tokens."""
     while engine.has_work:
         report = engine.step()

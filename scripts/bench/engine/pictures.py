@@ -3,6 +3,7 @@ r"""Measure how long a CPU encodes a picture, by tower and size, beside llama.cp
     scripts/benchmark pictures                                  # ours alone
     scripts/benchmark pictures --peer /path/to/mtmd_encode --threads 2
     scripts/benchmark pictures --isas amx avx512                # instruction sets in turns
+    scripts/benchmark pictures --only --turns --streams         # with a server
 
 Towers have published widths and random weights of 16 bits, in one projector file that both read.
 The peer is `scripts/bench/cpu/mtmd_encode.cpp`, built against llama.cpp:
@@ -12,7 +13,9 @@ The peer is `scripts/bench/cpu/mtmd_encode.cpp`, built against llama.cpp:
         -Lbuild/bin -lmtmd -lllama -lggml -lggml-base -lggml-cpu -Wl,-rpath,build/bin
 
 All run in turns; `ratio` is the peer's median seconds over ours with the first instruction set.
-Ours include cutting the pixels into patches.
+Ours include cutting the pixels into patches. `--turns` times the first token of a second question
+about a picture beside one about a text of equal length; `--streams` the tokens of other streams
+while pictures are encoded; see `picture_turns`.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from appliance.media.mmproj import image_processor_of_mmproj
 from appliance.media.sizing import Canvas
 from appliance.model.vision.source import tower_of
 from appliance.model.vision.tower import load_native_tower
+from bench.engine.picture_turns import measure_streams, measure_turns
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 
@@ -92,6 +96,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--isas", nargs="+", default=["auto"], help="instruction sets of ours")
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--turns", action="store_true", help="questions about a known picture")
+    parser.add_argument("--streams", action="store_true", help="streams beside pictures")
     options = parser.parse_args()
     result: dict[str, Any] = {
         "benchmark": "pictures",
@@ -102,6 +108,10 @@ def main() -> None:
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             result["towers"] += _measured(name, Path(folder), options)
+    if options.turns:
+        result["turns"] = measure_turns(options.threads, options.runs)
+    if options.streams:
+        result["streams"] = measure_streams(options.threads, options.runs)
     write_result(options.out, result)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,22 @@ PICTURE_MODELS = {
 
 
 def write_picture_model(
-    name: str, folder: Path, *, context: int = 512, merges: tuple[tuple[str, str], ...] = ()
+    name: str,
+    folder: Path,
+    *,
+    context: int = 512,
+    merges: tuple[tuple[str, str], ...] = (),
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    size: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a model whose vocabulary is single bytes and its control tokens.
 
     Args:
         merges: more than those of the model, of which GGUF files must have some.
+        text: other settings of its text than in `TOWER_CASES`.
+        vision: of its tower.
+        size: of its processor.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -160,7 +171,14 @@ def write_picture_model(
     case = TOWER_CASES[name]
     sizes = {"vocab_size": len(vocabulary), "max_position_embeddings": context}
     ids = {setting: vocabulary[word] for setting, word in found.ids.items()}
-    model = with_tower(replace(case, text=case.text | sizes, whole=case.whole | ids))
+    case = replace(
+        case,
+        text={**case.text, **sizes, **(text or {})},
+        vision={**case.vision, **(vision or {})},
+        whole=case.whole | ids,
+    )
+    model = with_tower(case)
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(found.processor))
+    processor = found.processor if size is None else found.processor | {"size": {**size}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
