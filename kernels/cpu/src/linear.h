@@ -7,7 +7,7 @@
 #define AP_LINEAR_H
 
 #include "linear_dense.h"
-#include "linear_planes.h"
+#include "linear_pairs.h"
 #include "linear_rows.h"
 #include "linear_split.h"
 #include "linear_trellis.h"
@@ -18,6 +18,8 @@ static void multiply_tiles(multiplication m) {
         multiply_trellis(m);
         return;
     }
+    if (m.rows >= ROWS_FOR_PAIRS && multiplies_pairs(w)) m.tile = multiply_in_pairs(m);
+    if (m.tile == m.last_tile) return;
     if (has_planes(w)) {
         multiply_in_planes(m);
         return;

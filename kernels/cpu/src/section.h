@@ -255,7 +255,8 @@ static void run_linear(ap_engine *engine, linear_section *s) {
     s->tiles_per_chunk = ceil_div((int64_t)num_tiles * s->row_chunks, pieces);
     int32_t least = ceil_div(LEAST_WORK, tile_work);
     if (s->tiles_per_chunk < least) s->tiles_per_chunk = least;
-    if (s->in[0]->parts) s->tiles_per_chunk += s->tiles_per_chunk % DENSE_TILES;
+    /* kernels of many rows take two tiles at once */
+    if (s->in[0]->parts || rows > REGISTER_ROWS) s->tiles_per_chunk += s->tiles_per_chunk % 2;
     if (s->tiles_per_chunk > num_tiles) s->tiles_per_chunk = num_tiles;
     ap_pool_run(engine->pool, linear_chunk, s,
                 ceil_div(num_tiles, s->tiles_per_chunk) * s->row_chunks);

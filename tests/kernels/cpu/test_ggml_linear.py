@@ -121,7 +121,7 @@ def test_columns_of_another_order_meet_their_inputs(
 def test_instruction_sets_agree_bit_for_bit(loaded: ctypes.CDLL, name: str) -> None:
     if not loaded.ap_isa_supported(Isa.AVX2):
         pytest.skip("no AVX2 here")
-    weight, x = random_ggml(name, OUTPUTS, 768), activations(13, 768)
+    weight, x = random_ggml(name, OUTPUTS, 1024), activations(61, 1024)
     results = []
     for isa in (Isa.AVX2, *(isa for isa in Isa if isa > Isa.AVX2)):
         if not loaded.ap_isa_supported(isa):
