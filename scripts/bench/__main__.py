@@ -19,6 +19,7 @@ BENCHMARKS = {
     "cpu_models": "cpu.models",
     "cpu_quality": "cpu.quality",
     "cpu_states": "cpu.states",
+    "cpu_step_shares": "cpu.step_shares",
     "adapters": "engine.adapters",
     "decode": "engine.decode",
     "eager_step": "engine.eager_step",
