@@ -24,7 +24,7 @@ from appliance.model.row_orders import halves_from_pairs
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
-from appliance.model.vision.families.family import CLIP, EMBEDDING, NO_NORM
+from appliance.model.vision.families.family import CLIP, made_names
 from appliance.model.vision.families.registry import tower_family
 from appliance.model.vision.mmproj import names_of_numbers, names_outside, stored_layers
 from appliance.model.vision.source import open_projector, open_tower
@@ -253,7 +253,7 @@ def _tensors(
     layers, own = stored_layers(spec), clip.own_names or family.names
     pairs = zip(tensor_slots(layers, own), tensor_slots(layers, clip.names), strict=True)
     for slot, named in pairs:
-        if not slot.name.startswith((f"{EMBEDDING}.", f"{NO_NORM}.")):
+        if slot.name not in made_names(own, spec):
             yield _tensor(named.name, _reader(tower, family, clip, slot), bits)
     for name, stored in names_of_numbers(spec, own, clip).items():
         yield _tensor(stored, partial(weights.as_stored, name), bits)

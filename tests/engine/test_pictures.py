@@ -26,7 +26,7 @@ from support.engine.picture_answers import (
     write_pictured,
 )
 from support.gguf.picture_files import write_picture_files
-from support.gguf.projector_files import TYPES, as_published
+from support.gguf.projector_files import as_published, is_written
 from support.models.eagle_heads import write_eagle
 from support.models.towers import TOWER_CASES, with_tower
 
@@ -60,7 +60,7 @@ def load(folder: Path, **settings: Any) -> LLMEngine:
     return load_llm_engine(config, (), None, lambda *_: None)
 
 
-@pytest.mark.parametrize("name", [name for name in PROCESSORS if TOWER_CASES[name].kind in TYPES])
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if is_written(TOWER_CASES[name])])
 def test_answers_of_gguf_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = as_published(TOWER_CASES[name])
     model = with_tower(case, seed=2 if name == "gemma4" else 1)  # no answer has IMAGE in it

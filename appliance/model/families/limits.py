@@ -67,6 +67,8 @@ RANGES: dict[str, Range] = {
     "num_patches": Range(1, 2**20),
     "num_position_embeddings": Range(1, 2**20),
     "position_embedding_size": Range(1, 2**20),
+    "mm_posemb_size": Range(1, 2**20),
+    "mm_embed_dim": Range(1, 2**17),
     "mm_tokens_per_image": Range(1, 2**14),
     "spatial_merge_size": Range(1, 16),
     "pooling_kernel_size": Range(1, 16),

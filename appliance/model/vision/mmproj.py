@@ -18,7 +18,7 @@ from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import tensor_slots
-from appliance.model.vision.families.family import CLIP, EMBEDDING, NO_NORM, ClipSettings
+from appliance.model.vision.families.family import CLIP, ClipSettings, made_names
 from appliance.model.vision.families.registry import family_of_projector
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class MmprojWeights:
         if missing := sorted({*inside.values()} - {*file.tensor_names()}):
             raise CheckpointError(f"{file.path.name}: tensor {missing[0]} is missing; {_AGAIN}")
         self._outside |= inside
-        made = (f"{EMBEDDING}.", f"{NO_NORM}.")
-        slots = [one for one in tensor_slots(stored, family.names) if not one.name.startswith(made)]
+        made = made_names(family.names, spec)
+        slots = [one for one in tensor_slots(stored, family.names) if one.name not in made]
         self._inside = {slot.name for slot in slots}
         self._check(slots)
         norm = spec.projector.norm

@@ -11,7 +11,7 @@ from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.kernels.weights.weight import dense
 from appliance.model.vision.positions import fitted
-from appliance.model.vision.spec import PositionTable
+from appliance.model.vision.spec import AxisTables, PositionTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +139,8 @@ class PatchEmbedding:
     Attributes:
         table: in NumPy, (side, side, hidden_size), or (2, count, hidden_size) of columns and of
             rows; None without one.
+        of_pixels: the norm before the linear.
+        of_sum: the norm behind positions that are added last.
         first_row: (1, hidden_size), before each picture's patches; None without one.
         like: an array of the kind that it works on.
     """
@@ -149,6 +151,8 @@ class PatchEmbedding:
     norm: CellNorm | None
     first_row: Any | None
     like: Any
+    of_pixels: CellNorm | None = None
+    of_sum: CellNorm | None = None
 
     def __call__(
         self, patches: NDArray[np.float32], places: NDArray[np.int64], grid: tuple[int, int]
@@ -159,7 +163,8 @@ class PatchEmbedding:
             places: row and column of each patch, (2, num_patches).
             grid: rows and columns of the picture.
         """
-        stream = self.linear(arrays.like(self.like, patches))
+        pixels = arrays.like(self.like, patches)
+        stream = self.linear(pixels if self.of_pixels is None else self.of_pixels(pixels))
         if self.norm is not None and self.spec.positions_last:
             stream = self.norm(stream)
         if self.table is not None:
@@ -170,6 +175,8 @@ class PatchEmbedding:
             stream = stream + arrays.like(self.like, positions)
         if self.norm is not None and not self.spec.positions_last:
             stream = self.norm(stream)
+        if self.of_sum is not None:
+            stream = self.of_sum(stream)
         return stream if self.first_row is None else arrays.cat([self.first_row, stream])
 
     @classmethod
@@ -188,10 +195,17 @@ class PatchEmbedding:
             if first is not None:
                 first = first.reshape(1, -1) + arrays.like(first, rows[:1])
             table = rows[-side * side :].reshape(side, side, -1)
-        norm = None
-        if spec.first_norm is not None:
-            norm = CellNorm.of(source, spec.first_norm_name, spec.first_norm)
-        return cls(spec, make(weight, bias), table, norm, first, weight)
+        elif table is not None and isinstance(spec.table, AxisTables) and spec.table.axes_second:
+            table = table.swapaxes(0, 1)
+        norms = (
+            (spec.first_norm, spec.first_norm_name),
+            (spec.patch.norm, spec.patch.norm_name),
+            (spec.sum_norm, spec.sum_norm_name),
+        )
+        norm, of_pixels, of_sum = (
+            None if one is None else CellNorm.of(source, name, one) for one, name in norms
+        )
+        return cls(spec, make(weight, bias), table, norm, first, weight, of_pixels, of_sum)
 
 
 def _patch_weight(weight: Any, spec: PatchSpec) -> Any:

@@ -16,7 +16,7 @@ from appliance.model.families.family import Family
 from appliance.model.source import ModelSource
 from appliance.model.spec import AttentionSpec
 from appliance.model.text_part import TextPart
-from appliance.model.vision.families.family import EMBEDDING, NO_NORM, PROJECTOR, TOWER
+from appliance.model.vision.families.family import PROJECTOR, TOWER, made_names
 from appliance.model.vision.families.registry import tower_family
 from appliance.model.vision.mmproj import described_elsewhere, read_projector
 from appliance.model.vision.spec import SeesAhead
@@ -184,25 +184,30 @@ class TowerWeights:
     ) -> None:
         self._weights, self._stored = weights, stored
         self._hidden_size = spec.layers.hidden_size
-        attention = spec.layers.layers[0].mixer
-        assert isinstance(attention, AttentionSpec)
-        self._heads, self._width = attention.num_heads, attention.head_dim
+        attention = next(iter(spec.layers.attention_layers.values()), None)
+        self._heads, self._width = 1, self._hidden_size
+        if attention is not None:
+            self._heads, self._width = attention.num_heads, attention.head_dim
         self._made = {
-            f"{EMBEDDING}.weight": np.zeros((1, self._hidden_size), np.float32),
-            f"{NO_NORM}.weight": np.ones(self._hidden_size, np.float32),
+            name: made((*shape, self._hidden_size), np.float32)
+            for name, made, shape in zip(
+                made_names(family.names, spec), (np.zeros, np.ones), ((1,), ()), strict=False
+            )
         }
         names, count = family.names, len(spec.layers.layers)
         self._turns_by_halves = spec.turns_by_halves
         narrow = self._hidden_size // self._heads
         self.value_scale = 1.0
-        if attention.value_norm is not None:
+        if attention is not None and attention.value_norm is not None:
             self.value_scale = (self._width / narrow) ** 0.5
         turning = names.qkv[:2] if spec.turns_by_halves else ()
         self._turning = {
             f"{names.in_layer(index, part)}.weight" for index in range(count) for part in turning
         }
-        each = attention.qk_norm is not None and attention.head_norms is HeadNormKind.EACH
-        norms = (names.query_norm, names.key_norm) if each else ()
+        norms: tuple[str, ...] = ()
+        if attention is not None and attention.qk_norm is not None:
+            each = attention.head_norms is HeadNormKind.EACH
+            norms = (names.query_norm, names.key_norm) if each else ()
         self._head_norms = {
             f"{names.in_layer(index, part)}.weight" for index in range(count) for part in norms
         }

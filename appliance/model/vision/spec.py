@@ -54,10 +54,12 @@ class AxisTables:
 
     Attributes:
         name: of the tensor, in full.
+        axes_second: the tensor is (count, 2, hidden_size).
     """
 
     name: str
     count: int
+    axes_second: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class PatchSpec:
         frames: of a film that share a patch; a picture is its own frame so many times.
         channels_last: pixels are ordered by row, column, channel; else by channel, row, column.
         from_zero: pixels come from 0 to 1, and the linear takes them from -1 to 1.
+        norm: of the pixels, before the linear; None without one.
+        norm_name: without `.weight`.
     """
 
     name: str
@@ -78,6 +82,8 @@ class PatchSpec:
     frames: int = 1
     channels_last: bool = False
     from_zero: bool = False
+    norm: NormSpec | None = None
+    norm_name: str = ""
 
     @property
     def inputs(self) -> int:
@@ -161,7 +167,8 @@ class TowerSpec:
     cells row by row, so that cells are runs of rows.
 
     Attributes:
-        layers: the tower's layers and last norm, as those of a decoder that only reads.
+        layers: the tower's layers and last norm, as those of a decoder that only reads; perhaps no
+            layers, where the projector reads the patches' embeddings.
         merge: patches on a cell's side.
         taps: of layers, by index, whose output goes through a projector of its own into what is
             added behind the decoder's first layers (DeepStack).
@@ -170,6 +177,8 @@ class TowerSpec:
         first_norm: of the patches' embeddings with their positions; None without one.
         first_norm_name: without `.weight`.
         positions_last: positions are added after the first norm.
+        sum_norm: of embeddings and positions, behind positions that are added last; None without.
+        sum_norm_name: without `.weight`.
         windows: None if patches see all of their picture in every layer.
         first_row: tensor of a row before each picture's patches that the projector does not read (a
             class token), whose position is the table's first; empty without one.
@@ -191,6 +200,8 @@ class TowerSpec:
     first_norm: NormSpec | None = None
     first_norm_name: str = ""
     positions_last: bool = False
+    sum_norm: NormSpec | None = None
+    sum_norm_name: str = ""
     windows: PatchWindows | None = None
     first_row: str = ""
     scales: tuple[str, str] | None = None
@@ -201,6 +212,8 @@ class TowerSpec:
     @property
     def runs(self) -> tuple[tuple[int, bool], ...]:
         """First layers of the runs of layers whose patches see alike, and if that is a window."""
+        if not self.layers.layers:
+            return ()
         if self.windows is None:
             return ((0, False),)
         whole = self.windows.whole

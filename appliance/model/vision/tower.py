@@ -256,7 +256,10 @@ def load_native_tower(
     def make(weight: Any, bias: Any) -> LibraryLinear:
         return LibraryLinear(engine, packer.linear(weight.contiguous(), bias), packer.arena)
 
-    whole, mixer = source.layers.spec, next(iter(source.layers.spec.attention_layers.values()))
+    whole = source.layers.spec
+    if not whole.layers:
+        return make_tower(source, (), make)
+    mixer = next(iter(whole.attention_layers.values()))
     cache = StepCache(engine.library, (mixer.num_kv_heads, mixer.head_dim))
     bounds = (*(first for first, _ in source.spec.runs), len(whole.layers))
     clips = read_bounds(source)
@@ -282,7 +285,7 @@ def make_tower(
 ) -> Tower:
     """Build a tower around its layers; `make` lays out the linears before and after them."""
     spec = source.spec
-    assert len(runs) == 1 or not spec.taps, "a run has numbers of layers of its own"
+    assert len(runs) <= 1 or not spec.taps, "a run has numbers of layers of its own"
     return Tower(
         spec,
         PatchEmbedding.of(source, make),

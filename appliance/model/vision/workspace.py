@@ -73,7 +73,10 @@ def _around(spec: TowerSpec, count: int, patches: int, cells: int) -> int:
 
 def _library_bytes(spec: TowerSpec, form: RowForm) -> float:
     """Bytes of a patch in the library: buffers of a step, keys and values, rows of linears."""
-    layers, layer = spec.layers, spec.layers.layers[0]
+    layers = spec.layers
+    if not layers.layers:
+        return 0.0
+    layer = layers.layers[0]
     mixer, mlp = layer.mixer, layer.mlp
     assert isinstance(mixer, AttentionSpec)
     assert isinstance(mlp, MLPSpec)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.gguf.projector_files import TYPES, as_published, write_projector
+from support.gguf.projector_files import as_published, is_written, write_projector
 from support.models.native_models import LIBRARY
 from support.models.towers import TOWER_CASES, TowerCase, text_of, with_tower
 
@@ -82,7 +82,7 @@ def torch_tower(source: TowerSource | None) -> Tower:
 
 
 LOADERS = {"native": native_tower, "torch": torch_tower}
-PROJECTORS = [name for name, case in TOWER_CASES.items() if case.kind in TYPES]
+PROJECTORS = [name for name, case in TOWER_CASES.items() if is_written(case)]
 PROCESSOR = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"longest_edge": 112}}
 
 

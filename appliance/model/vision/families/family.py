@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TOWER, PROJECTOR = "tower.", "projector."
 # Of rows that no table gives an embedding.
 EMBEDDING = f"{TOWER}rows"
-# Of a last norm that a tower does not have; see `TowerSpec.last_norm`.
+# Of a last norm that no tower of a family has; see `TowerSpec.last_norm`.
 NO_NORM = f"{TOWER}no_norm"
 HEAD_WIDTH_STEP = 16  # the C library's; narrower heads get elements that are 0
 _MOST_ROWS = 1 << 24
@@ -180,6 +180,11 @@ class TowerFamily:
         whole = ConfigReader(config, origin, class_defaults(whole_type))
         usual = class_defaults(self.tower_types[whole_type])
         return self.read(whole, whole.section("vision_config", usual))
+
+
+def made_names(names: TensorNames, spec: TowerSpec) -> tuple[str, ...]:
+    """Return the names of tensors that executors read and a tower does not have."""
+    return (f"{names.embedding}.weight",) + (f"{names.final_norm}.weight",) * (not spec.last_norm)
 
 
 def read_layers(

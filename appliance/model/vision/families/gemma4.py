@@ -1,4 +1,4 @@
-"""Gemma 4 with a tower: E2B, E4B, 26B-A4B and 31B. The 12B takes pixels without one."""
+"""Gemma 4: E2B, E4B, 26B-A4B and 31B with a tower, and the 12B, whose decoder reads pixels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.names import TensorNames
-from appliance.model.spec import AttentionSpec, NormSpec
+from appliance.model.spec import AttentionSpec, DecoderSpec, NormSpec
 from appliance.model.vision.families.family import (
     CLIP_NAMES,
     CLIP_SCALE,
@@ -31,13 +31,12 @@ from appliance.model.vision.spec import (
 
 if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import DecoderSpec
+
+_PATCH_NORM = NormSpec(1e-5, centered=True)  # the class's of pixels, embeddings and positions
 
 
 def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
     width, eps = config.integer("hidden_size"), config.number("rms_norm_eps")
-    text = whole.section("text_config")
-    sees = text.value("use_bidirectional_attention") == "vision"
     return TowerSpec(
         layers=_layers(config, eps),
         patch=PatchSpec(
@@ -59,10 +58,53 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             scale=width**0.5,
             standard=f"{TOWER}std_" if config.flag("standardize") else "",
         ),
-        rows_see_ahead=SeesAhead.WINDOWS if sees else SeesAhead.NOWHERE,
+        rows_see_ahead=_sees(whole),
         last_norm=False,
         turns_by_halves=True,
         clips=config.flag("use_clipped_linears"),
+    )
+
+
+def _sees(whole: ConfigReader) -> SeesAhead:
+    text = whole.section("text_config")
+    sees = text.value("use_bidirectional_attention") == "vision"
+    return SeesAhead.WINDOWS if sees else SeesAhead.NOWHERE
+
+
+def _read_unified(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
+    eps = config.number("rms_norm_eps")
+    return TowerSpec(
+        layers=DecoderSpec(
+            architecture="gemma4",
+            hidden_size=config.integer("mm_embed_dim"),
+            vocab_size=1,
+            context_length=1,
+            layers=(),
+            final_norm=NormSpec(eps),
+            tied_head=True,
+        ),
+        patch=PatchSpec(
+            f"{TOWER}patch_dense",
+            config.integer("patch_size") * config.integer("pooling_kernel_size"),
+            channels_last=True,
+            norm=_PATCH_NORM,
+            norm_name=f"{TOWER}patch_ln1",
+        ),
+        table=AxisTables(
+            f"{TOWER}pos_embedding", config.integer("mm_posemb_size"), axes_second=True
+        ),
+        merge=1,
+        projector=ProjectorSpec(
+            (ProjectorLinear(f"{PROJECTOR}embedding_projection", bias=False),),
+            norm=NormSpec(eps, weight=False),
+        ),
+        rows_see_ahead=_sees(whole),
+        first_norm=_PATCH_NORM,
+        first_norm_name=f"{TOWER}patch_ln2",
+        positions_last=True,
+        sum_norm=_PATCH_NORM,
+        sum_norm_name=f"{TOWER}pos_norm",
+        last_norm=False,
     )
 
 
@@ -149,5 +191,15 @@ GEMMA4 = TowerFamily(
         ),
         always=frozenset({"gemma4"}),
         merge=CLIP_SCALE,
+    ),
+)
+GEMMA4_UNIFIED = TowerFamily(
+    name="gemma4_unified",
+    tower_types={"gemma4_unified": "gemma4_unified_vision"},
+    read=_read_unified,
+    names=TensorNames(embedding=EMBEDDING, final_norm=NO_NORM),
+    places=(
+        ("model.vision_embedder.", "model.embed_vision."),
+        ("model.embed_vision.", "model.embed_vision.multimodal_embedder."),
     ),
 )

@@ -13,7 +13,6 @@ from appliance.model.vision.families.family import (
     CLIP_NAMES,
     CLIP_SCALE,
     EMBEDDING,
-    NO_NORM,
     PROJECTOR,
     TOWER,
     ClipMapping,
@@ -45,11 +44,10 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
         raise whole.refuse("vision_feature_layer", "-1, the last")
     if whole.value("vision_feature_select_strategy") not in (None, "default"):
         raise whole.refuse("vision_feature_select_strategy", "default, patches alone")
-    if not config.flag("use_mean_pooling", True):
-        raise config.refuse("use_mean_pooling", "true")
     if not config.flag("use_absolute_position_embeddings", True):
         raise config.refuse("use_absolute_position_embeddings", "true")
     patch = read_side(config, "patch_size")
+    has_norm = not config.flag("use_mean_pooling", True)
     act = read_activation(whole, "projector_hidden_act", gated=False)
     return TowerSpec(
         layers=read_layers(
@@ -60,7 +58,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
             output_bias=True,
             qk_norm=_QK_NORM if config.flag("use_qk_norm") else None,
             head_norms=HeadNormKind.ALL,
-            final_norm=NormSpec(config.number("layer_norm_eps")),
+            final_norm=NormSpec(config.number("layer_norm_eps"), centered=has_norm),
         ),
         patch=PatchSpec(f"{TOWER}embeddings.patch_embeddings.projection", patch),
         table=PositionTable(
@@ -79,7 +77,7 @@ def _read(whole: ConfigReader, config: ConfigReader) -> TowerSpec:
         ),
         first_row=f"{TOWER}embeddings.cls_token",
         scales=("lambda_1", "lambda_2"),
-        last_norm=False,
+        last_norm=has_norm,
     )
 
 
@@ -96,6 +94,7 @@ def _clip(clip: ClipSettings) -> dict[str, Any]:
         "hidden_act": clip.activation("gelu"),
         "attention_bias": "v.blk.0.attn_q.bias" in clip.tensors,
         "use_qk_norm": "v.blk.0.attn_q_norm.weight" in clip.tensors,
+        "use_mean_pooling": "v.post_ln.weight" not in clip.tensors,
         "norm_type": "layer_norm" if is_centered else "rms_norm",
     }
     return {
@@ -110,7 +109,7 @@ INTERNVL = TowerFamily(
     read=_read,
     names=TensorNames(
         embedding=EMBEDDING,
-        final_norm=NO_NORM,
+        final_norm=f"{TOWER}layernorm",
         layer=f"{TOWER}encoder.layer.{{}}.",
         mixer_norm="layernorm_before",
         mlp_norm="layernorm_after",
@@ -137,9 +136,7 @@ INTERNVL = TowerFamily(
             f"{PROJECTOR}linear_1": "mm.model.mlp.1",
             f"{PROJECTOR}linear_2": "mm.model.mlp.3",
         },
-        names=replace(
-            CLIP_NAMES, final_norm=NO_NORM, query_norm="attn_q_norm", key_norm="attn_k_norm"
-        ),
+        names=replace(CLIP_NAMES, query_norm="attn_q_norm", key_norm="attn_k_norm"),
         scales=("ls1.weight", "ls2.weight"),
         merge=CLIP_SCALE,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
-from appliance.model.vision.families.gemma4 import GEMMA4
+from appliance.model.vision.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from appliance.model.vision.families.glm4v import GLM4V
 from appliance.model.vision.families.internvl import INTERNVL
 from appliance.model.vision.families.pixtral import MISTRAL3
@@ -27,6 +27,7 @@ TOWERS: tuple[TowerFamily, ...] = (
     MISTRAL3,
     GEMMA3,
     GEMMA4,
+    GEMMA4_UNIFIED,
     INTERNVL,
     GLM4V,
     PADDLEOCR_VL,

@@ -55,6 +55,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "paddleocr_vl": {"image_processor_type": "PaddleOCRVLImageProcessor"},
     "gemma4": GEMMA4,
     "gemma4_clipped": GEMMA4,
+    "gemma4_unified": GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    "internvl with a last norm": {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 28, "width": 28},
+    },
     "mistral3": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14},
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",
@@ -126,7 +131,7 @@ def inputs_of(served: Served, ids: list[int], canvases: list[CanvasPixels]) -> d
     types = (prompt == IMAGE).int()
     if served.case.kind == "gemma3":
         more["token_type_ids"] = types
-    if "image_grid_thw" in more or served.case.kind == "gemma4":
+    if "image_grid_thw" in more or served.case.kind.startswith("gemma4"):
         more["mm_token_type_ids"] = types
     return more | {"input_ids": prompt}
 

@@ -72,6 +72,11 @@ def write_projector(
     return write_gguf_file(path, "clip", present, tensors, packed)
 
 
+def is_written(case: TowerCase) -> bool:
+    """True if the converter can write it; it knows no last norm of InternVL."""
+    return case.kind in TYPES and "use_mean_pooling" not in case.vision
+
+
 def as_published(case: TowerCase) -> TowerCase:
     """The same model as far as files can tell it.
 

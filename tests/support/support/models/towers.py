@@ -152,6 +152,24 @@ TOWER_CASES = {
         },
         whole={"audio_config": None},
     ),
+    "gemma4_unified": TowerCase(
+        "gemma4_unified",
+        {
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "mm_embed_dim": 40,
+            "mm_posemb_size": 40,
+            "output_proj_dims": 40,
+        },
+        ((2, 4), (1, 1), (4, 1)), as_placed,
+        text={
+            "sliding_window": 16,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+            "use_bidirectional_attention": "vision",
+            "tie_word_embeddings": False,  # else each token is followed by itself
+        },
+        whole={"audio_config": None, "tie_word_embeddings": False},
+    ),
     "gemma4_clipped": TowerCase(
         "gemma4",
         SIZES | LAYERS
@@ -234,6 +252,11 @@ TOWER_CASES = {
         | {"hidden_size": 48, "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
            "use_qk_norm": True, "norm_type": "rms_norm"},
         ((6, 6),), as_batch,
+    ),
+    "internvl with a last norm": TowerCase(
+        "internvl",
+        SIZES | LAYERS | {"image_size": 28, "patch_size": 7, "use_mean_pooling": False},
+        ((4, 4), (4, 4)), as_batch,
     ),
     "paddleocr_vl": TowerCase(
         "paddleocr_vl", SIZES | LAYERS | {"image_size": 70}, ((6, 8), (2, 2), (10, 2)),
