@@ -93,8 +93,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": {"config"},
     "fit": {
         "bench", "config", "engine.devices", "engine.memory.plan", "engine.load.memory_request",
-        "engine.memory.experts", "engine.encoder.encoder_execution", "engine.served_model", "gguf",
-        "hub", "model", "tokenizer", "kernels.activation",
+        "engine.memory.experts", "engine.memory.known_gpus", "engine.encoder.encoder_execution",
+        "engine.served_model", "gguf", "hub", "model", "tokenizer", "kernels.activation",
     },
     "doctor": {
         "config", "hub", "progress", "kernels.cpu", "kernels.gpu", "kernels.packed_matmul",

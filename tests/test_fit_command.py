@@ -38,7 +38,7 @@ def test_the_table_says_what_its_columns_mean(model: Path) -> None:
         "once",
         "memory",
         "tokens/s",
-        "quality",
+        "loss",
     ]
     assert best.split()[:5] == ["1", "as", "it", "is", "bf16"]
     assert "360 GB/s (its maker's figure)" in result.stdout

@@ -259,7 +259,7 @@ def _with_context(
             continue
         time = _time(source, plan, asked, place, context, _QUANTIZED.get(weights))
         expected = None
-        if time is not None and place.is_gpu:
+        if time is not None and place.is_gpu and place.count == 1:
             expected = expected_rate(time, source.spec)
         return FitRow(
             weights,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from appliance.fit.candidates import FitRow
     from appliance.fit.place import ModelPlace
 
-_HEADS = ("", "weights", "KV cache", "context", "at once", "memory", "tokens/s", "quality")
+_HEADS = ("", "weights", "KV cache", "context", "at once", "memory", "tokens/s", "loss")
 # Mean KL divergence of the KV cache's precisions on SmolLM2-135M (benchmark kv_quality).
 _KV_COSTS = {"bf16": "0", "fp16": "0", "int8": "0.0007", "int4-sealed": "0.006"}
 
@@ -38,10 +38,15 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     ]
     lines.append("")
     if place.bandwidth is not None and any(one.rate is not None for one in found):
+        how = place.how.partition(";")[0]
         lines.append(
-            f"tokens/s: at most, for one stream at half of the context: {place.bandwidth:,.0f} GB/s"
-            f" ({place.how.partition(';')[0]}) over the bytes that a step reads."
+            "tokens/s: at most, for one stream without drafts at half of the context:"
+            f" {place.bandwidth:,.0f} GB/s ({how}) over the bytes that a step reads."
         )
+        if place.is_busy:
+            lines.append(
+                "other programs were running while it was measured: it is more when they rest."
+            )
     numbered = enumerate(found, 1)
     number, first = next((one for one in numbered if one[1].expected is not None), (0, None))
     if first is not None:
@@ -49,6 +54,11 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
             f"expected, not measured: {first.expected:,.0f} tokens/s in row {number}, by"
             f" {READ_SHARE:.0%} of the bandwidth and {1e6 * KERNEL_SECONDS:.0f} µs for each of"
             f" {first.kernels} kernels of a step."
+        )
+    if place.count > 1:
+        lines.append(
+            f"{place.count} cards (--ranks {place.count}): as if their memory and bandwidth were"
+            " one card's. What each of them holds whole is not counted, nor is their link."
         )
     if place.is_gpu:
         lines += [
@@ -60,9 +70,9 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     own = max((one.plan.picture_bytes for one in found if one.plan is not None), default=0)
     pictures = f", {as_size(own)} of what reads pictures (--no-images leaves it out)" if own else ""
     lines.append(
-        f"memory: weights, KV cache, the largest step{pictures}, and the engine's process. quality:"
-        " mean KL"
-        " divergence of the KV cache on SmolLM2-135M; other models differ."
+        f"memory: weights, KV cache, the largest step{pictures}, and the engine's process. loss:"
+        " mean KL divergence that the KV cache adds on SmolLM2-135M (other models differ), and ?"
+        " where weights are rounded, too: more, which only a card tells."
     )
     if any(one.experts_on_cpu for one in found):
         lines.append(
@@ -75,7 +85,7 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     if fitting & ROUNDED.keys():
         lines.append(
             "--weight-bits, --end-bits: serve rounds all weights, or embedding and head alone,"
-            " while it loads them; nothing measures the cost."
+            " while it loads them."
         )
     if fitting - ROUNDED.keys() - {AS_IT_IS}:
         lines.append(
@@ -141,5 +151,12 @@ def _row(number: int, one: FitRow) -> tuple[str, ...]:
         str(one.streams),
         memory,
         "" if one.rate is None else f"{one.rate:,.0f}",
-        _KV_COSTS.get(one.kv_format, ""),
+        _loss(one),
     )
+
+
+def _loss(one: FitRow) -> str:
+    cost = _KV_COSTS.get(one.kv_format, "")
+    if one.weights == AS_IT_IS:
+        return cost
+    return "?" if cost in ("", "0") else f"? + {cost}"

@@ -19,7 +19,7 @@ from support.models.large_model import write_large_model
 
 from appliance.config import EngineConfig
 from appliance.engine.load.memory_request import request_memory
-from appliance.engine.memory.experts.prediction import gpu_named
+from appliance.engine.memory.known_gpus import gpu_named
 from appliance.engine.memory.plan import plan_memory
 from appliance.engine.served_model import with_state_format
 from appliance.errors import ConfigError, MemoryPlanError

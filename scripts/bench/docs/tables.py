@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from appliance.config.reference import settings_reference
-from appliance.engine.memory.experts.prediction import TokenTime, gpu_named
+from appliance.engine.memory.experts.prediction import TokenTime
+from appliance.engine.memory.known_gpus import gpu_named
 from appliance.fit.expected import expected_rate
 from appliance.fit.published import QUOTES, Quote
 from appliance.model.executor import heads_of

@@ -10,14 +10,12 @@ from support.models.expert_models import save_experts
 
 from appliance.engine.memory.experts.prediction import (
     CROSSING_SECONDS,
-    gpu_named,
     split_in_words,
     token_time,
 )
 from appliance.engine.memory.experts.split import NONE_ON_HOST, ExpertsOnHost
 from appliance.engine.memory.experts.streaming import HOST_GB_PER_SECOND, Streaming
 from appliance.engine.memory.plan import MemoryPlan, plan_memory
-from appliance.errors import ConfigError
 from appliance.model.source import ModelSource, open_model
 from appliance.model.tensors import Role
 
@@ -104,13 +102,3 @@ def test_the_banner_says_split_reason_and_prediction(source: ModelSource) -> Non
     unknown = split_in_words(source, plan(), 1024, "Voodoo 2")
     assert "nothing is predicted" in unknown
     assert "tokens/s" not in unknown
-
-
-@pytest.mark.parametrize("name", ["RTX 3090", "NVIDIA GeForce RTX 3090", "rtx3090"])
-def test_a_name_may_be_written_in_any_way(name: str) -> None:
-    assert gpu_named(name).bandwidth == 936
-
-
-def test_an_unknown_gpu_has_a_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'RTX 4090'"):
-        gpu_named("RTX 4091")
