@@ -64,10 +64,65 @@ class Commands(TyperGroup):
             return TyperCommand(cmd_name, help=self.lines[cmd_name], rich_markup_mode=None)
         return self.commands.get(cmd_name)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an option that others have names the one here."""
+        try:
+            return super().invoke(ctx)
+        except typer.TyperException as error:
+            asked = getattr(error, "option_name", None)
+            command = getattr(getattr(error, "ctx", None), "command", None)
+            if asked is not None and command is not None:
+                own = {name for one in command.params for name in one.opts}
+                found = [name for name in OTHER_NAMES.get(asked, ()) if name in own]
+                if found and hasattr(error, "possibilities"):
+                    error.possibilities = found
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command in the arguments, imported."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, None if command is None else self.commands[str(command.name)], rest
+
+
+# Names that other programs, or other commands here, have for the same.
+_CONTEXT = ("--max-model-len", "--context")
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("--context", "--context-length", "--ctx-size", "--ctx", "-c", "--n-ctx", "--num-ctx"),
+        _CONTEXT,
+    ),
+    "--max-model-len": _CONTEXT,
+    **dict.fromkeys(("--parallel", "--max-seqs", "--num-parallel"), ("--max-num-seqs",)),
+    **dict.fromkeys(("--tensor-parallel-size", "--tp", "--tp-size"), ("--ranks",)),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp"), ("--pipeline-parallel",)),
+    **dict.fromkeys(("--data-parallel-size", "--dp"), ("--replicas",)),
+    **dict.fromkeys(("--listen", "--bind", "--address", "--ip"), ("--host", "--url")),
+    **dict.fromkeys(("--quantization", "--load-in-4bit", "--load-in-8bit"), ("--weight-bits",)),
+    **dict.fromkeys(
+        ("--cache-type-k", "--cache-type-v", "--kv-cache-type"),
+        ("--kv-cache-dtype",),
+    ),
+    **dict.fromkeys(("--alias", "--name", "--model-name"), ("--served-model-name",)),
+    **dict.fromkeys(
+        ("--model-draft", "--speculative-model", "--draft"), ("--draft-model", "--speculate")
+    ),
+    **dict.fromkeys(("--speculative-config", "--spec-type"), ("--speculate",)),
+    **dict.fromkeys(("--enable-lora", "--lora-modules", "--adapter"), ("--lora",)),
+    **dict.fromkeys(
+        ("--cpu-moe", "--n-cpu-moe", "--cpu-offload-gb", "--n-gpu-layers"),
+        ("--experts-on-cpu",),
+    ),
+    "--swap-space": ("--kv-host-memory",),
+    "--api-key": ("--api-key-file",),
+    "--enable-prefix-caching": ("--prefix-caching",),
+    "--port": ("--url", "--web-port"),
+    "--card": ("--gpu",),
+    **dict.fromkeys(("--output", "-o", "--output-dir", "--dir"), ("--out",)),
+    **dict.fromkeys(("--wbits", "--w-bits", "-q"), ("--bits",)),
+    **dict.fromkeys(("--q-group-size", "--groupsize"), ("--group-size",)),
+    **dict.fromkeys(("--dataset", "--imatrix"), ("--calibration",)),
+    **dict.fromkeys(("--num-samples", "--nsamples", "--samples"), ("--calibration-tokens",)),
+}
 
 
 class CommandsOnDemand(MutableMapping[str, Any]):

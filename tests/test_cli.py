@@ -189,3 +189,21 @@ def test_a_shell_can_complete_commands() -> None:
     code = "import sys; sys.argv = ['appliance']; from appliance.__main__ import main; main()"
     result = python("-c", code, _APPLIANCE_COMPLETE="complete_bash", **words)
     assert result.stdout.split() == ["serve"]
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("serve --context 4096", "--context (Possible options: --max-model-len)"),
+        ("serve --tensor-parallel-size 2", "(Possible options: --ranks)"),
+        ("serve --cache-type-k q8_0", "(Possible options: --kv-cache-dtype)"),
+        ("fit --max-model-len 4096", "(Possible options: --context)"),
+        ("top --port 8080", "(Possible options: --url, --web-port)"),
+        ("quantize --output x", "(Possible options: --out)"),
+    ],
+)
+def test_other_programs_names_of_options_lead_to_ours(command: str, found: str) -> None:
+    """Those of vLLM's and llama.cpp's help, and of commands here that call it something else."""
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 2
+    assert found in " ".join(result.output.split())
