@@ -11,6 +11,7 @@ from appliance.errors import ModelError
 from appliance.gguf import read_part
 from appliance.hub import HubName, find_model
 from appliance.hub.headers import fetch_headers
+from appliance.hub.packaged import packaged_name
 from appliance.model.encoder.source import open_checked
 from appliance.tokenizer import Tokenizer
 
@@ -41,8 +42,10 @@ def opened(
         return
     name = HubName.parse(model)
     if name is None:
+        own = packaged_name(model)
         raise ModelError(
-            f"{model or 'the packaged model'} is not here yet; appliance serve fetches it"
+            f"{model or own} is not here yet, and packages have no headers of their own: fetch it"
+            f" with appliance models pull {own}"
         )
     with TemporaryDirectory(prefix="appliance-fit-") as folder:
         path = fetch_headers(name, Path(folder), read_part, images=images)

@@ -80,6 +80,19 @@ PACKAGED: dict[str, PackagedModel] = {
 }
 
 
+def packaged_name(model: str) -> str | None:
+    """Return the key in `PACKAGED` of a model's name there; of "" that of the default.
+
+    Its title is one too, in any case, unless a file or folder has that name.
+    """
+    if not model or model in PACKAGED:
+        return model or DEFAULT
+    word = model.lower()
+    titled = (key for key, one in PACKAGED.items() if word in (key, one.title.lower()))
+    found = next(titled, None)
+    return None if found is None or Path(model).exists() else found
+
+
 def packaged_sampling(file: Path) -> SamplingDefaults:
     """Return the recommended sampling for a file of `PACKAGED`, wherever it is."""
     for model in PACKAGED.values():

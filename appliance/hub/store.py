@@ -15,7 +15,7 @@ from pathlib import Path
 
 from appliance.errors import ModelError
 from appliance.files import read_text
-from appliance.hub.packaged import PACKAGED
+from appliance.hub.packaged import PACKAGED, packaged_name
 from appliance.hub.remote import HubName, folder_name, hub_cache
 from appliance.model_files.gguf_names import (
     first_parts,
@@ -86,7 +86,8 @@ def unfinished_downloads() -> list[Unfinished]:
 def find_kept(name: str, cache_dir: Path) -> KeptModel:
     """Find a model by an unambiguous part of its name; raise ModelError for none or several."""
     models = kept_models(cache_dir)
-    exact = [model for model in models if model.name == name]
+    own = packaged_name(name) if name else None
+    exact = [model for model in models if model.name in (name, own)]
     wanted = HubName.parse(name)
     near = [model for model in models if wanted is not None and _matches(wanted, model.name)]
     found = exact or near

@@ -49,6 +49,19 @@ def test_nothing_means_the_default_model(
     assert find("gemma3-270m", tmp_path).name == "gemma-3-270m"
 
 
+def test_a_packaged_model_is_found_by_the_name_that_the_api_shows(
+    tmp_path: Path, nothing_is_downloaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SmolLM2-135M-Instruct", "smollm2-135m-instruct", "SMOLLM2-135M"):
+        assert find(name, tmp_path).name == "SmolLM2-135M-Instruct"
+        assert nothing_is_downloaded.pop("packaged")[0] == "smollm2-135m"
+        assert resolve.find_model(name, cache_dir=tmp_path) is None
+    monkeypatch.chdir(tmp_path)
+    Path("SmolLM2-135M-Instruct").mkdir()
+    with pytest.raises(ModelError, match="SmolLM2-135M-Instruct"):  # a folder, without a model
+        find("SmolLM2-135M-Instruct", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model", "asked"),
     [
