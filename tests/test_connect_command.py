@@ -10,6 +10,8 @@ from typer.testing import CliRunner, Result
 
 from appliance.cli import app
 from appliance.connect import RECIPES
+from appliance.docs import read
+from appliance.doctor.server_facts import ServerFacts
 
 __all__ = ["clean_environment", "write_config"]
 KEY = "0123456789abcdef"
@@ -66,3 +68,19 @@ def test_a_client_that_is_set_up_by_hand_has_no_code() -> None:
     assert "set up by hand; `appliance connect home-assistant`" in str(result.exception)
     assert result.stdout == ""
     assert call("home-assistant").exit_code == 0
+
+
+@pytest.mark.parametrize(("name", "least"), [("claude-code", 32768), ("home-assistant", 8192)])
+def test_a_context_that_a_client_fills_soon_is_named(
+    name: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/clients.md says how much agents want."""
+    if name == "claude-code":
+        assert f"{least:,} tokens or more" in read("clients").text
+    for length, is_said in ((least, False), (least - 1, True)):
+
+        async def answer(_: object, length: int = length) -> ServerFacts:
+            return ServerFacts(models=("mine",), context_length=length, status=200)
+
+        monkeypatch.setattr("appliance.doctor.server_facts.ask_server", answer)
+        assert (f"reads {least:,} or more" in call(name).stderr) == is_said

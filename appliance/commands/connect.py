@@ -82,7 +82,15 @@ def _connection(
     facts = asyncio.run(ask_server(server))
     model = facts.models[0] if facts.models else _configured_model(config)
     if facts.problem:
-        notes.append(f"no answer from {server.url}; the model's name is what the settings say")
+        unknown = ", and its context is not known" if recipe.least_context else ""
+        notes.append(
+            f"no answer from {server.url}; the model's name is what the settings say{unknown}"
+        )
+    if facts.context_length and facts.context_length < recipe.least_context:
+        notes.append(
+            f"the server's context is {facts.context_length:,} tokens, which {recipe.title} fills"
+            f" soon; serve a model that reads {recipe.least_context:,} or more (--max-model-len)"
+        )
     key = server.headers.get("Authorization", "").removeprefix("Bearer ") or None
     if facts.status in (401, 403):
         key, refused = _OWN_KEY, "refuses this key" if key else "wants a key"

@@ -18,6 +18,7 @@ from appliance.connect.recipe import (
 
 _KEY_VARIABLE = "APPLIANCE_API_KEY"
 _EXAMPLE_CONTEXT = 32_768  # tokens; if the server's is unknown
+_AGENT_CONTEXT, _HOME_CONTEXT = 32768, 8192  # tokens
 
 _QUESTION = "Hello!"
 _LIMIT = 1000  # tokens of the answer: a small model may find no end by itself
@@ -176,7 +177,7 @@ def _home_assistant(to: Connection) -> tuple[SetupStep, ...]:
         ),
         SetupStep(
             "Assist sends every exposed entity with each question: give the server a context of"
-            " 8,192 tokens or more (--max-model-len), and expose few."
+            f" {_HOME_CONTEXT:,} tokens or more (--max-model-len), and expose few."
         ),
     )
 
@@ -251,13 +252,15 @@ def _python_steps(package: str, code: str) -> tuple[SetupStep, ...]:
 
 RECIPES = {
     "open-webui": Recipe("Open WebUI", _open_webui),
-    "opencode": Recipe("opencode", _opencode),
-    "codex": Recipe("codex", _codex),
-    "claude-code": Recipe("Claude Code", _claude_code),
-    "aider": Recipe("aider", _aider),
-    "continue": Recipe("Continue", _continue),
+    "opencode": Recipe("opencode", _opencode, least_context=_AGENT_CONTEXT),
+    "codex": Recipe("codex", _codex, least_context=_AGENT_CONTEXT),
+    "claude-code": Recipe("Claude Code", _claude_code, least_context=_AGENT_CONTEXT),
+    "aider": Recipe("aider", _aider, least_context=_AGENT_CONTEXT),
+    "continue": Recipe("Continue", _continue, least_context=_AGENT_CONTEXT),
     "llm": Recipe("llm", _llm),
-    "home-assistant": Recipe("Home Assistant", _home_assistant, is_elsewhere=True),
+    "home-assistant": Recipe(
+        "Home Assistant", _home_assistant, is_elsewhere=True, least_context=_HOME_CONTEXT
+    ),
     "litellm": Recipe("LiteLLM proxy", _litellm),
     "curl": Recipe("curl", _curl),
     "python": Recipe("OpenAI's Python client", _python),

@@ -60,11 +60,13 @@ class Recipe:
     Attributes:
         steps: writes the steps for a connection.
         is_elsewhere: the client usually runs on another machine.
+        least_context: tokens that its prompts fill soon.
     """
 
     title: str
     steps: Callable[[Connection], tuple[SetupStep, ...]]
     is_elsewhere: bool = False
+    least_context: int = 0
 
     def code(self, connection: Connection) -> str:
         """Return the text for a file, or else the first command; empty if there is neither."""
