@@ -324,6 +324,9 @@ def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, A
         if name in (MODELS, ALIASES):
             continue
         if name not in SECTIONS:
+            homes = [one for one in SECTIONS if name in fields_of(SECTIONS[one])]
+            if homes and not isinstance(table, dict):
+                raise ConfigError(f"{path}: {name} belongs under [{' or ['.join(homes)}]")
             known = [*SECTIONS, MODELS, ALIASES]
             raise ConfigError(f"{path}: unknown section [{name}]{nearest(name, known)}")
         if not isinstance(table, dict):
