@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 _MOST_NAMES = 20  # adapter names in a message
+OTHER_NAMES = "[aliases] in the configuration gives a model other names"
 
 logger = logging.getLogger(__name__)
 
@@ -353,7 +354,7 @@ class ModelState:
         if not self.has_name(name):
             raise UnknownModelError(
                 f"the model {(name or '')[:100]!r} is not served here; the one that is:"
-                f" {self.in_words()}"
+                f" {self.in_words()}; {OTHER_NAMES}"
             )
 
     def in_words(self) -> str:

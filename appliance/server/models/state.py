@@ -17,6 +17,7 @@ from appliance.server.http.key_ring import KeyRing
 from appliance.server.http.limits import KeyUse
 from appliance.server.metrics.machine import MachineProbe
 from appliance.server.metrics.metrics import SharedMetrics
+from appliance.server.models.model_state import OTHER_NAMES
 from appliance.server.models.text_threads import TextThreads
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class ServerState:
             self.default.check_model(name)
         known = "; ".join(model.in_words() for model in self.models)
         raise UnknownModelError(
-            f"the model {name[:100]!r} is not served here; those that are: {known}"
+            f"the model {name[:100]!r} is not served here; those that are: {known}; {OTHER_NAMES}"
         )
 
     def check_room(self, owner: str) -> None:
