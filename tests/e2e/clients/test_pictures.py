@@ -562,6 +562,103 @@ def test_what_cannot_be_read_is_refused(clients: Clients, door: Callable[..., Sa
     assert door(clients, data).text == by_chat(clients, data).text, "the server goes on"
 
 
+def test_pictures_go_with_tools_formats_and_several_choices(clients: Clients) -> None:
+    def ask(**fields: Any) -> Any:
+        parts = [chat_part(png("coffee.png")), {"type": "text", "text": QUESTION}]
+        given: list[Any] = [{"role": "user", "content": parts}]
+        body = {"model": "tiny", "messages": given, "temperature": 0, "max_tokens": TOKENS}
+        return clients.openai.chat.completions.create(**body | fields)
+
+    plain = ask().choices[0].message.content
+    assert [one.message.content for one in ask(n=3).choices] == [plain] * 3
+    assert ask(seed=1, extra_body={"best_of": 2}).choices[0].message.content == plain
+    beams = ask(n=2, extra_body={"use_beam_search": True, "best_of": 3}).choices
+    assert len({one.message.content for one in beams}) == 2
+    scored = ask(logprobs=True, top_logprobs=2).choices[0]
+    found = b"".join(bytes(token.bytes) for token in scored.logprobs.content)
+    assert re.sub(rb"<\|\w+\|>", b"", found).decode(errors="replace") == plain
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in scored.logprobs.content)
+
+    schema = {
+        "type": "object",
+        "properties": {"it": {"enum": ["a cup", "a cat"]}},
+        "required": ["it"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "seen", "schema": schema}}
+    answer = ask(response_format=form, max_tokens=200).choices[0]
+    assert answer.finish_reason == "stop"
+    assert json.loads(answer.message.content)["it"] in ("a cup", "a cat")
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    called = ask(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    (call,) = called.choices[0].message.tool_calls
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments)["it"] in ("a cup", "a cat")
+
+
+# What Open WebUI 0.12.4 writes before the text of a question with an upload.
+ATTACHED_FILES = (
+    '<attached_files>\n<file type="file" id="f413a7dd" url="f413a7dd" content_type="image/png"'
+    ' name="coffee.png"/>\n</attached_files>\n\n'
+)
+CLOCK = {"name": "get_current_timestamp", "parameters": {"properties": {}, "type": "object"}}
+
+
+def test_requests_of_open_webui_are_answered(clients: Clients) -> None:
+    """Bodies recorded between Open WebUI 0.12.4 and a server, in its order."""
+
+    tools: list[Any] = [{"type": "function", "function": CLOCK}]
+
+    def whole(messages: list[Any]) -> str:
+        found: Any = clients.openai.chat.completions.create(
+            model="tiny", messages=messages, tools=tools, max_tokens=TOKENS, temperature=0
+        )
+        return str(found.choices[0].message.content)
+
+    def streamed(messages: list[Any]) -> str:
+        body = {"stream": True, "model": "tiny", "messages": messages, "tools": tools}
+        limits = {"max_tokens": TOKENS, "temperature": 0}  # of ours
+        with httpx.stream("POST", f"{clients.url}/v1/chat/completions", json=body | limits) as got:
+            assert got.status_code == 200
+            events = [line[6:] for line in got.iter_lines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+    def first(data: bytes) -> dict[str, Any]:
+        texts = [{"type": "text", "text": text} for text in (ATTACHED_FILES, QUESTION)]
+        return {"role": "user", "content": [*texts, chat_part(data)]}
+
+    seen = png("coffee.png")
+    answer = streamed([first(seen)])
+    assert answer == whole([first(seen)])
+    assert clients.chat([first(seen)]).image_tokens == by_chat(clients, seen).image_tokens
+    later = [{"role": "assistant", "content": answer}, {"role": "user", "content": "And beside it"}]
+    assert streamed([first(seen), *later]) == whole([first(seen), *later])
+    for task in ("Generate a concise title", "Predict 3-5 useful messages", "Generate 1-3 tags"):
+        messages = [{"role": "user", "content": f"### Task:\n{task}\n{answer}"}]
+        body = {"model": "tiny", "messages": messages, "stream": False, "max_tokens": TOKENS}
+        got = httpx.post(f"{clients.url}/v1/chat/completions", json=body)
+        assert got.status_code == 200
+    # To Ollama it sends the text of all parts, and the pictures without what precedes a comma.
+    alone = clients.ollama_chat([{"role": "user", "images": [in_base64(seen)]}])
+    assert alone == clients.ollama_chat([{"role": "user", "content": "", "images": [seen]}])
+
+
+def test_a_turn_about_a_picture_is_continued(clients: Clients) -> None:
+    whole = by_chat(clients, png("coffee.png"))
+    question = [chat_part(png("coffee.png")), {"type": "text", "text": QUESTION}]
+
+    def continued(data: bytes) -> str:
+        first = [chat_part(data), *question[1:]]
+        begun = [{"role": "user", "content": first}, {"role": "assistant", "content": "It is"}]
+        return clients.chat(begun).text
+
+    assert continued(png("coffee.png")) == continued(png("coffee.png"))
+    assert continued(png("coffee.png")) != continued(png("chelsea.png")), "it sees the picture"
+    assert by_chat(clients, png("coffee.png")) == whole
+
+
 def test_what_is_not_in_the_request_is_refused_by_name(clients: Clients) -> None:
     address = "https://example.com/x.png"
 
