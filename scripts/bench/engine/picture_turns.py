@@ -27,10 +27,10 @@ from appliance.bench.figures import percentile
 from appliance.bench.own_server import ServerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 CONTEXT = 16384
-SIDES = ((1024, 1024), (1440, 1440), (2048, 2048))  # 1, 2 and 4 megapixels
+SIDES = {1: (1024, 1024), 2: (1440, 1440), 4: (2048, 2048)}  # by megapixels
 _SMOLLM2 = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
@@ -48,7 +48,7 @@ _QUESTION = "{:04} And what stands beside it, please?"
 _STREAMS = 2  # beside pictures
 
 
-def measure_turns(threads: int, runs: int) -> list[dict[str, Any]]:
+def measure_turns(threads: int, runs: int, megapixels: Sequence[int]) -> list[dict[str, Any]]:
     """Time the first token of a question about a known picture, and of one about as long a text.
 
     Both come in turns; of both the server has all but the question.
@@ -58,7 +58,7 @@ def measure_turns(threads: int, runs: int) -> list[dict[str, Any]]:
     """
     found = []
     with _serving(threads) as asking:
-        for width, height in SIDES[:2]:
+        for width, height in (SIDES[one] for one in megapixels):
             url = _url((width, height), 0)
             picture = [_part(url)]
             first = asking.seconds(picture, "")
@@ -90,7 +90,7 @@ def measure_turns(threads: int, runs: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure_streams(threads: int, runs: int) -> list[dict[str, Any]]:
+def measure_streams(threads: int, runs: int, megapixels: Sequence[int]) -> list[dict[str, Any]]:
     """Time the tokens of streams while others' prompts come: none, pictures, and as long texts.
 
     Returns:
@@ -107,10 +107,10 @@ def measure_streams(threads: int, runs: int) -> list[dict[str, Any]]:
             asking.seconds(f"{next(seed):05}" * (rows // 5), "")
 
         kinds: dict[str, Callable[[], object]] = {"nothing": lambda: time.sleep(1.0)}
-        for side in SIDES:
-            megapixels = round(side[0] * side[1] / 1e6)
+        for one in megapixels:
+            side = SIDES[one]
             rows = side[0] * side[1] // 1024
-            kinds[f"pictures of {megapixels} Mpx"] = partial(show, side)
+            kinds[f"pictures of {one} Mpx"] = partial(show, side)
             kinds[f"texts of {rows} tokens"] = partial(tell, rows)
         for name, work in kinds.items():
             gaps: list[float] = []

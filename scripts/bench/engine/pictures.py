@@ -41,7 +41,7 @@ from appliance.media.mmproj import image_processor_of_mmproj
 from appliance.media.sizing import Canvas
 from appliance.model.vision.source import tower_of
 from appliance.model.vision.tower import load_native_tower
-from bench.engine.picture_turns import measure_streams, measure_turns
+from bench.engine.picture_turns import SIDES, measure_streams, measure_turns
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--turns", action="store_true", help="questions about a known picture")
     parser.add_argument("--streams", action="store_true", help="streams beside pictures")
+    parser.add_argument("--megapixels", type=int, nargs="+", default=[1, 2, 4], choices=[*SIDES])
     options = parser.parse_args()
     result: dict[str, Any] = {
         "benchmark": "pictures",
@@ -109,9 +110,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result["towers"] += _measured(name, Path(folder), options)
     if options.turns:
-        result["turns"] = measure_turns(options.threads, options.runs)
+        result["turns"] = measure_turns(options.threads, options.runs, options.megapixels)
     if options.streams:
-        result["streams"] = measure_streams(options.threads, options.runs)
+        result["streams"] = measure_streams(options.threads, options.runs, options.megapixels)
     write_result(options.out, result)
 
 
