@@ -194,6 +194,8 @@ def plan_projector(source: ModelSource, bits: int = 16) -> PlannedProjector | No
         raise QuantizeError(f"projector files of {config['model_type']} are not known here")
     tower = open_tower(source.path)
     assert tower is not None, "its family has one"
+    if not tower.spec.layers.layers:
+        raise QuantizeError(f"projector files of {config['model_type']} are read, not written")
     processor = read_image_processor(source.path)
     if processor is None:
         raise QuantizeError("no preprocessor_config.json says how pictures are read")

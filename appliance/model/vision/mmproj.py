@@ -20,6 +20,7 @@ from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import tensor_slots
 from appliance.model.vision.families.family import CLIP, ClipSettings, made_names
 from appliance.model.vision.families.registry import family_of_projector
+from appliance.model.vision.spec import AxisTables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,16 +190,22 @@ class MmprojWeights:
         weight: Any = self._file.load(stored)
         if offset := self._shifted.get(name, 0.0):
             return dense(weight, "float32") - offset
-        patch = self._spec.patch
+        patch, table = self._spec.patch, self._spec.table
+        if isinstance(table, AxisTables) and table.axes_second and name == table.name:
+            return weight.swapaxes(0, 1)
+        if name in _of_norm(patch.norm, patch.norm_name):
+            return self._channels_last(weight.reshape(1, -1)).reshape(-1)
         if name != f"{patch.name}.weight":
             return weight
         if patch.frames > 1:
             others = (f"{stored}.{frame}" for frame in range(1, patch.frames))
             return arrays.stack([weight, *map(self._file.load, others)], 2)
-        if not patch.channels_last:
-            return weight
-        pixels = weight.reshape(len(weight), 3, patch.size, patch.size)
-        return pixels.swapaxes(1, 2).swapaxes(2, 3)
+        return self._channels_last(weight) if patch.channels_last else weight
+
+    def _channels_last(self, weight: Any) -> Any:
+        """Order the inputs of a patch as folders have them: (outputs, size, size, 3)."""
+        size = self._spec.patch.size
+        return weight.reshape(len(weight), 3, size, size).swapaxes(1, 2).swapaxes(2, 3)
 
     def notes(self) -> tuple[str, ...]:
         return ()
@@ -239,6 +246,8 @@ def _linears(names: TensorNames) -> tuple[str, ...]:
 
 def _names_in(file: GGUFFile, names: TensorNames, layers: DecoderSpec) -> TensorNames:
     """Return the names of the layers' tensors; early files call up what is down."""
+    if not layers.layers:
+        return names
     down = f"{names.in_layer(0, names.down)}.weight"
     mlp = layers.layers[0].mlp
     assert isinstance(mlp, MLPSpec)
@@ -262,6 +271,8 @@ def described_elsewhere(config: ConfigReader) -> DecoderSpec:
 
 def stored_layers(spec: TowerSpec) -> DecoderSpec:
     """Return the layers with heads as wide as they are stored."""
+    if not spec.layers.layers:
+        return spec.layers
     layer = spec.layers.layers[0]
     mixer = layer.mixer
     assert isinstance(mixer, AttentionSpec)
@@ -274,7 +285,9 @@ def _needed(spec: TowerSpec) -> list[str]:
     found = [f"{spec.patch.name}.weight"] + [f"{spec.patch.name}.bias"] * spec.patch.bias
     found += [] if spec.table is None else [spec.table.name]
     found += [spec.first_row] if spec.first_row else []
+    found += _of_norm(spec.patch.norm, spec.patch.norm_name)
     found += _of_norm(spec.first_norm, spec.first_norm_name)
+    found += _of_norm(spec.sum_norm, spec.sum_norm_name)
     for projector in (spec.projector, *(one for _, one in spec.taps)):
         found += [f"{projector.standard}{kind}" for kind in ("bias", "scale") if projector.standard]
         found += _of_norm(projector.norm, projector.norm_name)

@@ -27,7 +27,8 @@ from appliance.quant.gguf.projector import plan_projector
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 
-CASES = [name for name, case in TOWER_CASES.items() if is_written(case)]
+READ_ONLY = "gemma4_unified"  # without layers
+CASES = [name for name, case in TOWER_CASES.items() if is_written(case) and name != READ_ONLY]
 _CLIP = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.26, 0.26, 0.27]}
 _AREA = _CLIP | {"size": {"shortest_edge": 3136, "longest_edge": 78400}}
 _SPLIT = _CLIP | {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
@@ -169,3 +170,9 @@ def test_eight_bits_are_those_of_gguf(tmp_path: Path) -> None:
     assert len(eight) > 12
     for name in eight:
         assert np.array_equal(found[name].data, wanted[name].data), name
+
+
+def test_a_tower_without_layers_is_read_alone(tmp_path: Path) -> None:
+    with_tower(TOWER_CASES[READ_ONLY]).save_pretrained(tmp_path)
+    with pytest.raises(QuantizeError, match="gemma4_unified are read, not written"):
+        plan_projector(open_model(tmp_path), 16)

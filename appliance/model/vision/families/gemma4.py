@@ -152,6 +152,18 @@ def _clip(clip: ClipSettings) -> dict[str, Any]:
     return {"vision_config": vision | more}
 
 
+def _clip_unified(clip: ClipSettings) -> dict[str, Any]:
+    return {
+        "vision_config": {
+            "patch_size": clip.integer("patch_size"),
+            "pooling_kernel_size": clip.integer("projector.scale_factor", 3),
+            "mm_embed_dim": clip.integer("embedding_length"),
+            "mm_posemb_size": clip.table_rows(),
+            "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
+        }
+    }
+
+
 GEMMA4 = TowerFamily(
     name="gemma4",
     tower_types={"gemma4": "gemma4_vision"},
@@ -201,5 +213,19 @@ GEMMA4_UNIFIED = TowerFamily(
     places=(
         ("model.vision_embedder.", "model.embed_vision."),
         ("model.embed_vision.", "model.embed_vision.multimodal_embedder."),
+    ),
+    clip=ClipMapping(
+        "gemma4uv",
+        {"gemma4": "gemma4_unified"},
+        _clip_unified,
+        {
+            f"{TOWER}patch_ln1": "v.patch_norm.1",
+            f"{TOWER}patch_dense": "v.patch_embd",
+            f"{TOWER}patch_ln2": "v.patch_norm.2",
+            f"{TOWER}pos_embedding": "v.position_embd.weight",
+            f"{TOWER}pos_norm": "v.patch_norm.3",
+            f"{PROJECTOR}embedding_projection": "mm.input_projection",
+        },
+        names=replace(CLIP_NAMES, final_norm=NO_NORM),
     ),
 )

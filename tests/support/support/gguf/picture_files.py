@@ -66,6 +66,10 @@ def text_of(model: Any) -> Any:
     # The class of a text alone is another one's.
     if config.model_type == "qwen3_vl_text":
         config = transformers.Qwen3Config(**{**config.to_dict(), "model_type": "qwen3"})
+    if config.model_type == "gemma4_unified_text":
+        config = transformers.Gemma4TextConfig(
+            **{**config.to_dict(), "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+        )
     if config.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):
         config = transformers.Qwen2Config(**{**config.to_dict(), "model_type": "qwen2"})
     text = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -25,6 +25,7 @@ TYPES = {
     "idefics3": VisionProjectorType.IDEFICS3,
     "gemma3": VisionProjectorType.GEMMA3,
     "gemma4": VisionProjectorType.GEMMA4V,
+    "gemma4_unified": "gemma4uv",  # younger than gguf's table
     "internvl": VisionProjectorType.INTERNVL,
     "lfm2_vl": VisionProjectorType.LFM2,
     "qwen2_vl": VisionProjectorType.QWEN2VL,
@@ -114,6 +115,18 @@ def bf16(name: str, data: Any) -> GGMLQuantizationType | None:
 
 def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
     kind, vision = config.model_type, config.vision_config
+    if kind == "gemma4_unified":
+        return {
+            "general.type": GGUFType.MMPROJ,
+            Keys.Clip.HAS_VISION_ENCODER: True,
+            _VISION.PROJECTOR_TYPE: TYPES[kind],
+            _VISION.PATCH_SIZE: vision.patch_size,
+            _VISION.EMBEDDING_LENGTH: vision.mm_embed_dim,
+            _VISION.BLOCK_COUNT: 0,
+            _VISION.IMAGE_MEAN: processor["image_mean"],
+            _VISION.IMAGE_STD: processor["image_std"],
+            _VISION.Attention.LAYERNORM_EPS: 1e-6,
+        }
     depth = getattr(vision, "depth", None) or vision.num_hidden_layers
     found: dict[str, Any] = {
         "general.type": GGUFType.MMPROJ,
@@ -175,6 +188,9 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
 def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors that one becomes, under their names in a file."""
     kind, vision = config.model_type, config.vision_config
+    if kind == "gemma4_unified":
+        yield _of_pixels(name.removeprefix("embed_vision."), tensor)
+        return
     if name == "vision_tower.patch_embedder.input_proj.weight":
         size = vision.patch_size
         tensor = tensor.view(len(tensor), size, size, 3).permute(0, 3, 1, 2)
@@ -204,6 +220,26 @@ def _tensors(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tens
         depth = getattr(vision, "depth", None) or vision.num_hidden_layers
         # gguf's table has so many numbers as a tower has layers, and projectors have up to 3.
         yield _stored(name, kind, max(depth, 4)), tensor.reshape(tensor.shape or (1,))
+
+
+_UNIFIED = {
+    "patch_ln1": "v.patch_norm.1",
+    "patch_dense": "v.patch_embd",
+    "patch_ln2": "v.patch_norm.2",
+    "pos_norm": "v.patch_norm.3",
+    "multimodal_embedder.embedding_projection": "mm.input_projection",
+}
+
+
+def _of_pixels(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A tensor of Gemma 4 12B, whose pixels a file has channel by channel."""
+    if name == "pos_embedding":
+        return "v.position_embd.weight", tensor.permute(1, 0, 2).contiguous()
+    stem, _, end = name.rpartition(".")
+    if stem == "patch_ln1" or name == "patch_dense.weight":
+        pixels = tensor.unflatten(-1, (-1, 3))  # row by row
+        tensor = pixels.transpose(-1, -2).flatten(-2).contiguous()
+    return f"{_UNIFIED[stem]}.{end}", tensor
 
 
 def _stored(name: str, kind: str, depth: int) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from support.models.whole_models import TEXT
 
+from appliance.model.families.gemma4 import GEMMA4
 from appliance.model.source import open_model
 from appliance.model.vision.positions import patch_places
 
@@ -323,7 +324,7 @@ _ARCHITECTURES = {
 def text_of(folder: Path, kind: str) -> ModelSource:
     """The text of a folder's model, as if it had come from a GGUF file."""
     text = open_model(folder, in_torch=False)
-    mapping = text.family.gguf
+    mapping = text.family.gguf or GEMMA4.gguf  # files call both of its classes one architecture
     assert mapping is not None
     mapping = replace(mapping, architecture=_ARCHITECTURES.get(kind, mapping.architecture))
     return replace(text, family=replace(text.family, gguf=mapping))
