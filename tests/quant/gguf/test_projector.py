@@ -42,6 +42,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         {"patch_size": 4, "image_mean": [0.0] * 3, "image_std": [1.0] * 3},
     ),
     "lfm2_vl": ("Lfm2VlImageProcessor", _CLIP | {"encoder_patch_size": 4}),
+    "glm4v_moe": ("Glm4vImageProcessor", _AREA),
     "internvl": ("GotOcr2ImageProcessor", _CLIP | {"size": {"height": 56, "width": 56}}),
     "qwen2_vl": ("Qwen2VLImageProcessor", _AREA),
     "qwen2_5_vl": ("Qwen2VLImageProcessor", _AREA),
@@ -51,7 +52,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Where the converter writes what nothing reads, some of it of the text.
 OWN = {
-    "feed_forward_length": {"qwen2_vl", "qwen2_5_vl"},
+    "feed_forward_length": {"qwen2_vl", "qwen2_5_vl", "glm4v_moe"},
     "layer_norm_epsilon": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"},
     "image_size": {"lfm2_vl"},
     "projector_type": {"gemma4"},  # for pictures alone, as the converter has it

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.activation import Activation
 from appliance.model.families.standard import read_activation
 from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
 from appliance.model.vision.families.family import (
+    CLIP_NAMES,
     EMBEDDING,
     TOWER,
+    ClipMapping,
+    ClipSettings,
     TowerFamily,
     read_axial_rope,
     read_layers,
@@ -94,6 +98,20 @@ def _projector(config: ConfigReader) -> ProjectorSpec:
     )
 
 
+def _clip(clip: ClipSettings) -> dict[str, Any]:
+    vision = clip.layers_of_tower()
+    more = {
+        "depth": vision["num_hidden_layers"],
+        "num_heads": vision["num_attention_heads"],
+        # The width of the layers' MLPs here; feed_forward_length is the merger's.
+        "out_hidden_size": clip.tensors.get("v.blk.0.ffn_down.weight", (0, 0))[-1],
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "attention_bias": "v.blk.0.attn_qkv.bias" in clip.tensors,
+        "spatial_merge_size": clip.integer("spatial_merge_size", 2),
+    }
+    return {"vision_config": vision | more}
+
+
 GLM4V = TowerFamily(
     name="glm4v",
     tower_types={
@@ -117,4 +135,21 @@ GLM4V = TowerFamily(
         down="mlp.down_proj",
     ),
     places=(("model.visual.", ""), ("visual.", "")),
+    clip=ClipMapping(
+        "glm4v",
+        {"glm4moe": "glm4v_moe"},  # of "glm4" the rotated rows are stored in another order
+        _clip,
+        {
+            f"{TOWER}patch_embed.proj": "v.patch_embd",
+            f"{TOWER}post_conv_layernorm": "v.norm_embd",
+            f"{TOWER}embeddings.position_embedding": "v.position_embd",
+            f"{TOWER}downsample": "mm.patch_merger",
+            f"{TOWER}merger.proj": "mm.model.fc",
+            f"{TOWER}merger.post_projection_norm": "mm.post_norm",
+            f"{TOWER}merger.gate_proj": "mm.gate",
+            f"{TOWER}merger.up_proj": "mm.up",
+            f"{TOWER}merger.down_proj": "mm.down",
+        },
+        names=replace(CLIP_NAMES, qkv=("attn_qkv",), gate_up=("ffn_gate", "ffn_up")),
+    ),
 )

@@ -50,11 +50,17 @@ def write_picture_files(
     if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
         label = "qwen2vl"
         settings |= {"rope.dimension_sections": _sections(model)}
+    if model.config.model_type == "glm4v_moe":
+        label = "glm4moe"
+        settings |= {"rope.dimension_sections": _sections(model)}
     if model.config.model_type == "qwen3_vl":
         label = "qwen3vl"
         taps = model.config.vision_config.deepstack_visual_indexes
         settings |= {"rope.dimension_sections": _sections(model), "n_deepstack_layers": len(taps)}
     tensors = gguf_tensors(dict(text.state_dict()), text.config)
+    if label == "glm4moe":  # whose table is another's
+        norms = ("ffn_norm", "post_attention_norm")
+        tensors = {name.replace(*norms): tensor for name, tensor in tensors.items()}
     return write_gguf_file(path, label, settings, tensors)
 
 
@@ -70,6 +76,8 @@ def text_of(model: Any) -> Any:
         config = transformers.Gemma4TextConfig(
             **{**config.to_dict(), "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
         )
+    if config.model_type == "glm4v_moe_text":
+        config = transformers.Glm4MoeConfig(**{**config.to_dict(), "model_type": "glm4_moe"})
     if config.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):
         config = transformers.Qwen2Config(**{**config.to_dict(), "model_type": "qwen2"})
     text = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -26,6 +26,7 @@ TYPES = {
     "gemma3": VisionProjectorType.GEMMA3,
     "gemma4": VisionProjectorType.GEMMA4V,
     "gemma4_unified": "gemma4uv",  # younger than gguf's table
+    "glm4v_moe": VisionProjectorType.GLM4V,
     "internvl": VisionProjectorType.INTERNVL,
     "lfm2_vl": VisionProjectorType.LFM2,
     "qwen2_vl": VisionProjectorType.QWEN2VL,
@@ -145,6 +146,9 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
         _VISION.Attention.LAYERNORM_EPS: getattr(vision, "layer_norm_eps", 1e-5),
         _VISION.USE_GELU: True,
     }
+    if kind == "glm4v_moe":
+        found[_VISION.Attention.LAYERNORM_EPS] = vision.rms_norm_eps
+        found[_VISION.USE_SILU] = found.pop(_VISION.USE_GELU)
     if kind.startswith("qwen2"):
         found[_VISION.IMAGE_SIZE] = 560
         del found[_VISION.USE_GELU]
