@@ -27,7 +27,7 @@ LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 LEAVES = {
     "version", "runtime", "errors", "stats", "progress.stages", "events", "files",
     "model_files.gguf_names", "progress.quantize_events", "model_files.rankers", "wording",
-    "long_lived", "model_files.other_forms", "isolated_worker", "model_files.projectors",
+    "long_lived", "model_files.other_forms", "isolated_worker", "model_files.files_beside",
 }  # fmt: skip
 # The longest matching prefix applies. A value lists what else of ours the unit may import; every
 # unit may import itself and the leaves.

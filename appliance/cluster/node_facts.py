@@ -16,7 +16,7 @@ from appliance.config.values import named_paths
 from appliance.engine.served_model import weights_digest
 from appliance.errors import ApplianceError, ConfigError
 from appliance.hub.found_model import find_model_of
-from appliance.model_files.projectors import find_projector
+from appliance.model_files.files_beside import find_projector
 from appliance.version import __version__
 
 if TYPE_CHECKING:

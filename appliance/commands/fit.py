@@ -62,7 +62,9 @@ def fit(
         typer.echo("note: what drafts is not counted", err=True)
         settings = msgspec.structs.replace(settings, speculate="auto")
     images = settings.images and not settings.mmproj
-    with opened(model or settings.model, cache_dir(), images=images) as (name, source, path):
+    drafts = settings.speculate in ("auto", "mtp")
+    with opened(model or settings.model, cache_dir(), images=images, drafts=drafts) as found_model:
+        name, source, path = found_model
         place = place_of(gpu, settings, measures=speed and not source.only_reads)
         found = candidates(source, settings, place, context_length=context, streams=streams)
     card = None

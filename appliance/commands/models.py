@@ -40,22 +40,32 @@ def pull(
             help="Also fetch the projector file with which a GGUF model reads pictures.",
         ),
     ] = True,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts/--no-drafts", help="Also fetch the file with a GGUF model's draft head."
+        ),
+    ] = True,
 ) -> None:
     """Fetch models and check their hashes; an interrupted fetch continues."""
     from appliance.hub import resolve_model
     from appliance.hub.hashes import find_damaged, known_hashes
-    from appliance.model_files.projectors import find_projector
+    from appliance.model_files.files_beside import draft_heads_beside, find_projector
     from appliance.progress.progress import ProgressLine
 
     for name in names:
         with ProgressLine() as progress:
-            found = resolve_model(name, cache_dir=cache_dir(), progress=progress, images=images)
+            found = resolve_model(
+                name, cache_dir=cache_dir(), progress=progress, images=images, drafts=drafts
+            )
             expected = known_hashes(found.path)
             damaged = find_damaged(expected, progress)
         _refuse(damaged, name)
         size = as_size(_bytes_of(found.path))
         if images and (projector := find_projector(found.path)) is not None:
             size += f" and {as_size(projector.stat().st_size)} of {projector.name}"
+        if drafts and found.path.is_file() and (heads := draft_heads_beside(found.path)):
+            size += f" and {as_size(_bytes_of(heads[0]))} of {heads[0].name}"
         hashes = f"{len(expected)} hash{'' if len(expected) == 1 else 'es'} right"
         typer.echo(f"{name}: {size}, {hashes}; {found.path}")
 

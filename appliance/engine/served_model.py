@@ -14,8 +14,8 @@ from appliance.errors import ConfigError, ModelError
 from appliance.files import open_regular
 from appliance.kernels.cache.state_format import StateFormat
 from appliance.model.source import open_model
+from appliance.model_files.files_beside import find_projector
 from appliance.model_files.gguf_names import parts_of
-from appliance.model_files.projectors import find_projector
 from appliance.version import __version__
 
 if TYPE_CHECKING:

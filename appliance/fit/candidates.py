@@ -91,7 +91,7 @@ class FitRow:
             return 0
         plan = self.plan
         cached = plan.kv_bytes + plan.states.num_bytes
-        beside = plan.workspace_bytes + plan.picture_bytes
+        beside = plan.workspace_bytes + plan.picture_bytes + plan.draft_bytes
         return plan.process_bytes + plan.weight_bytes + cached + beside
 
 

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(
-    model: str, cache_dir: Path, *, images: bool = False
+    model: str, cache_dir: Path, *, images: bool = False, drafts: bool = False
 ) -> Iterator[tuple[str, EncoderSource | ModelSource, Path | None]]:
     """Yield a model's name, its source, and its path if it is on this machine.
 
     Args:
         images: fetch the header of what a hub's GGUF model reads pictures with, too.
+        drafts: fetch the header of the head that it drafts with, too.
 
     Raises:
         ModelError: the model does not exist, or cannot be served; at the end, too.
@@ -48,5 +49,5 @@ def opened(
             f" with appliance models pull {own}"
         )
     with TemporaryDirectory(prefix="appliance-fit-") as folder:
-        path = fetch_headers(name, Path(folder), read_part, images=images)
+        path = fetch_headers(name, Path(folder), read_part, images=images, drafts=drafts)
         yield name.repo, open_checked(path), None

@@ -34,7 +34,10 @@ def find_model_of(
         ApplianceError: a file is missing or cannot be fetched, or the models do not fit together.
     """
     images = engine.images and not engine.mmproj
-    found = resolve_model(engine.model, cache_dir=cache_dir(), progress=progress, images=images)
+    drafts = engine.speculate in ("auto", "mtp")
+    found = resolve_model(
+        engine.model, cache_dir=cache_dir(), progress=progress, images=images, drafts=drafts
+    )
     adapters = resolve_adapters(engine.lora, progress=progress)
     engine = msgspec.structs.replace(engine, lora=adapters)
     return found, resolve_draft(engine, found.path, progress=progress)

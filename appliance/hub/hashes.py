@@ -10,8 +10,8 @@ from pathlib import Path
 from appliance.files import open_regular
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED
+from appliance.model_files.files_beside import draft_heads_beside, projectors_beside
 from appliance.model_files.gguf_names import parts_of
-from appliance.model_files.projectors import projectors_beside
 
 SHOWN_FROM = 1 << 30  # bytes; hashing fewer is too fast to report
 _CHUNK = 1 << 22
@@ -19,9 +19,10 @@ _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 def known_hashes(model: Path) -> dict[Path, str]:
-    """Return the published hashes of a model's files, and of its projector's, by file."""
+    """Return the published hashes of a model's files, its projector's and its draft head's."""
     if model.is_file():
-        return known_hashes_of((*parts_of(model), *projectors_beside(model)[:1]))
+        heads = (part for head in draft_heads_beside(model)[:1] for part in parts_of(head))
+        return known_hashes_of((*parts_of(model), *projectors_beside(model)[:1], *heads))
     return known_hashes_of(sorted(one for one in model.iterdir() if one.is_file()))
 
 

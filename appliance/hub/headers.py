@@ -36,12 +36,14 @@ def fetch_headers(
     is_whole: Callable[[Path], object],
     *,
     images: bool = False,
+    drafts: bool = False,
 ) -> Path:
     """Write a model's files without weights.
 
     Args:
         is_whole: reads a GGUF file's header; raises `CheckpointError` if it is cut off.
         images: also the header of the projector file of a GGUF model.
+        drafts: also the header of the file with its draft head.
 
     Returns:
         The folder, or the GGUF file in it.
@@ -76,7 +78,7 @@ def fetch_headers(
             repo_id, revision=model.revision, files_metadata=True, timeout=TIMEOUT
         )
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = choose_files(repo_id, list(sizes), model.file, images=images)
+        files = choose_files(repo_id, list(sizes), model.file, images=images, drafts=drafts)
         for name in files:
             path, size = folder / Path(name).name, sizes[name]
             if name.startswith(FOLDERS) or name in OLDER_TOKENIZERS:

@@ -17,14 +17,15 @@ from typing import Any
 from appliance.errors import ModelError, one_line
 from appliance.files import read_text
 from appliance.hub.growth import Progress, watch_growth
+from appliance.model_files.files_beside import nearest_first
 from appliance.model_files.gguf_names import (
     first_parts,
     is_beside_a_model,
+    is_draft_head,
     is_gguf,
     is_projector,
     parts_of_name,
 )
-from appliance.model_files.projectors import nearest_first
 from appliance.wording import as_size
 
 logger = logging.getLogger(__name__)
@@ -81,12 +82,14 @@ def download(
     *,
     choose: ChooseFiles | None = None,
     images: bool = False,
+    drafts: bool = False,
 ) -> Path:
     """Download a model's missing files into the hub cache.
 
     Args:
         choose: chooses the files; `choose_files` by default.
         images: also fetch the projector file of a GGUF model, if there is one.
+        drafts: also fetch the file with its draft head, if there is one.
 
     Returns:
         The folder, or the GGUF file, the first of several parts.
@@ -98,7 +101,7 @@ def download(
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    repo_id, choose = name.repo, choose or partial(choose_files, images=images)
+    repo_id, choose = name.repo, choose or partial(choose_files, images=images, drafts=drafts)
     folder = hub_cache() / folder_name(repo_id)
     try:
         info = huggingface_hub.HfApi().model_info(
@@ -149,12 +152,18 @@ def folder_name(repo_id: str) -> str:
 
 
 def choose_files(
-    repo_id: str, names: list[str], filename: str | None, *, images: bool = False
+    repo_id: str,
+    names: list[str],
+    filename: str | None,
+    *,
+    images: bool = False,
+    drafts: bool = False,
 ) -> list[str]:
     """Choose a repository's files to download, none of which may contain code.
 
     Args:
-        images: the projector file of a GGUF model comes last, if there is one.
+        images: the projector file of a GGUF model comes behind it, if there is one.
+        drafts: the file with its draft head comes last, if there is one.
 
     Raises:
         ModelError: no file is usable, or the choice is ambiguous.
@@ -175,8 +184,16 @@ def choose_files(
                 f"{repo_id}:{filename} is a projector file, with which a model reads pictures, and"
                 f" no model itself; name the model, {'of ' + some_ggufs if models else 'elsewhere'}"
             )
+        if filename in names and is_draft_head(filename):
+            raise ModelError(
+                f"{repo_id}:{filename} is a model's draft head, which is fetched with the model,"
+                " and no model itself; name the model,"
+                f" {'of ' + some_ggufs if models else 'elsewhere'}"
+            )
         if filename in names and is_gguf(filename):
-            return [*files, *nearest_first(filename, names)[:1]] if images else files
+            projectors = nearest_first(filename, names)[:1] if images else []
+            heads = nearest_first(filename, ggufs, is_draft_head)[:1] if drafts else []
+            return [*files, *projectors, *(part for one in heads for part in parts_of_name(one))]
         raise ModelError(
             f"{repo_id} has no GGUF file {filename!r}; "
             + (f"it has {some_ggufs}" if ggufs else f"try {repo_id} without a file name")
@@ -195,7 +212,7 @@ def choose_files(
             or _DENSE.fullmatch(name)
         ]
     if len(models) == 1:
-        return choose_files(repo_id, names, models[0], images=images)
+        return choose_files(repo_id, names, models[0], images=images, drafts=drafts)
     if ggufs and not models:
         raise ModelError(
             f"{repo_id} has GGUF files that belong to a model, and none of a model: {some_ggufs};"

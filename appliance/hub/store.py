@@ -17,13 +17,14 @@ from appliance.errors import ModelError
 from appliance.files import read_text
 from appliance.hub.packaged import PACKAGED, packaged_name
 from appliance.hub.remote import HubName, folder_name, hub_cache
+from appliance.model_files.files_beside import nearest_first
 from appliance.model_files.gguf_names import (
     first_parts,
+    is_draft_head,
     is_gguf,
     is_projector,
     parts_of_name,
 )
-from appliance.model_files.projectors import nearest_first
 
 SAFETENSORS, GGUF = "safetensors", "GGUF"
 
@@ -35,8 +36,8 @@ class KeptModel:
     Attributes:
         name: as `serve` takes it.
         kind: safetensors or GGUF.
-        files: its files, the projector of a GGUF model among them; in the hub's cache, links into
-            `blobs`.
+        files: its files, the projector and draft head of a GGUF model among them; in the hub's
+            cache, links into `blobs`.
         used: Unix seconds of the latest read or change on record.
         complete: False for a packaged model of the wrong size, or a part that is missing.
     """
@@ -153,8 +154,9 @@ def _of_hub() -> Iterator[KeptModel]:
                 rest = tuple(file for file in files if file not in ggufs)
                 yield _kept(HubName(repo, shown), SAFETENSORS, rest)
             names = [str(file.relative_to(snapshot)) for file in ggufs]
-            models = [name for name in first_parts(names) if not is_projector(name)]
-            beside = {name: nearest_first(name, names)[:1] for name in models}
+            firsts = first_parts(names)
+            models = [one for one in firsts if not is_projector(one) and not is_draft_head(one)]
+            beside = {name: _beside(name, names) for name in models}
             used = {name for found in beside.values() for name in found}
             for name in first_parts([one for one in names if one not in used]):
                 parts = parts_of_name(name)
@@ -162,6 +164,13 @@ def _of_hub() -> Iterator[KeptModel]:
                 own = tuple(snapshot / one for one in (*there, *beside.get(name, ())))
                 kept = _kept(HubName(repo, shown, parts[0]), GGUF, own)
                 yield replace(kept, complete=there == [*parts])
+
+
+def _beside(model: str, names: list[str]) -> list[str]:
+    """Return the names of the projector and the parts of the draft head that a model takes."""
+    heads = nearest_first(model, first_parts(names), is_draft_head)[:1]
+    parts = [part for head in heads for part in parts_of_name(head) if part in names]
+    return [*nearest_first(model, names)[:1], *parts]
 
 
 def _kept(name: HubName, kind: str, files: tuple[Path, ...]) -> KeptModel:

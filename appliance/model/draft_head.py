@@ -30,6 +30,7 @@ from appliance.model.source import ModelSource, check_slots
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.tensors import Role, TensorSlot, norm_slots
 from appliance.model_files.checkpoint import CONFIG_NAME, SafetensorsFolder
+from appliance.model_files.files_beside import draft_heads_beside
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _head_beside(model: ModelSource) -> HeadSource | None:
     names, mapping = model.family.draft_head, model.family.gguf
     if names is None or mapping is None or not isinstance(model.weights, GGUFWeights):
         return None
-    for path in sorted(model.path.parent.glob("mtp-*.gguf")):
+    for path in draft_heads_beside(model.path):
         file = GGUFFile(path, in_torch=False, vocabulary=False)
         settings = file.metadata
         count = settings.get(f"{mapping.architecture}.nextn_predict_layers") or 0

@@ -26,9 +26,15 @@ def is_projector(name: str) -> bool:
     return "mmproj" in Path(name).name.lower()
 
 
+def is_draft_head(name: str) -> bool:
+    """Return True for names as llama.cpp's converter gives them to a model's draft head."""
+    return Path(name).name.startswith("mtp-")
+
+
 def is_beside_a_model(name: str) -> bool:
-    """Return True for the usual names of projectors of images, and of importance matrices."""
-    return is_projector(name) or Path(name).name.lower().startswith("imatrix")
+    """Return True for usual names of projectors, draft heads and importance matrices."""
+    is_matrix = Path(name).name.lower().startswith("imatrix")
+    return is_matrix or is_projector(name) or is_draft_head(name)
 
 
 def parts_of_name(name: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from appliance.model.vision.mmproj import names_of_numbers, names_outside, store
 from appliance.model.vision.source import open_projector, open_tower
 from appliance.model.vision.spec import PositionTable
 from appliance.model_files.checkpoint import read_config
-from appliance.model_files.projectors import find_projector
+from appliance.model_files.files_beside import find_projector
 from appliance.quant.formats.ggml_blocks import row_bytes
 from appliance.quant.gguf.file_writer import (
     PLAIN_TYPES,

@@ -23,7 +23,7 @@ from appliance.model.vision.families.registry import tower_family
 from appliance.model.vision.mmproj import stored_layers
 from appliance.model.vision.source import open_tower
 from appliance.model_files.checkpoint import SafetensorsFolder, read_config
-from appliance.model_files.projectors import find_projector
+from appliance.model_files.files_beside import find_projector
 from appliance.quant.formats.dense import DenseWeights
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.shard_writer import TensorLayout

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.gguf.ggml_models import write_llama
 from support.gguf.gguf_files import with_tokenizer
+from support.gguf.head_files import write_apart, write_file_with_head
 from support.gguf.picture_files import write_picture_files
 from support.models.large_model import write_large_model
 from support.models.towers import TOWER_CASES, with_tower
@@ -80,6 +81,22 @@ def test_what_pictures_are_read_with_is_planned_too(fit: Fit, hub: Any, tmp_path
     assert with_pictures["weights"] == alone["weights"]
     assert with_pictures["pictures"] > 256 << 20
     assert alone["pictures"] == 0
+
+
+def test_what_a_model_drafts_with_is_planned_too(fit: Fit, hub: Any, tmp_path: Path) -> None:
+    write_file_with_head("glm4_moe", tmp_path)
+    model, head = tmp_path / "m.gguf", tmp_path / "mtp-m.gguf"
+    write_apart(tmp_path / "model.gguf", model, head)
+    with_tokenizer(model, 512)
+    hub.repos["org/head"] = {one.name: one.read_bytes() for one in (model, head)}
+    hub.repos["org/alone"] = {model.name: model.read_bytes()}
+    drafting, alone = (fit(f"org/{one}")["candidates"][0]["bytes"] for one in ("head", "alone"))
+    assert drafting["weights"] == alone["weights"]
+    assert drafting["drafts"] > 0
+    assert alone["drafts"] == 0
+    parts = ("weights", "kv_cache", "states", "workspace", "pictures", "drafts", "process")
+    for planned in (drafting, alone):
+        assert planned["total"] == sum(planned[part] for part in parts)
 
 
 REFUSALS = """

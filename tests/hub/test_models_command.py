@@ -84,6 +84,23 @@ def test_what_pictures_are_read_with_comes_along(run: Run, hub: Any) -> None:
     assert sorted(hub.downloaded()) == ["a-Q4_0.gguf", "mmproj-F16.gguf"]
 
 
+def test_what_a_model_drafts_with_comes_along(run: Run, hub: Any) -> None:
+    hub.repos["org/head"] = FILES | {"mtp-a-Q4_0.gguf": b"GGUF" + bytes(700)}
+    plain, pulled, listed, used, checked = run(
+        "models pull --no-drafts org/head:a-Q4_0.gguf",
+        "models pull org/head:a-Q4_0.gguf",
+        "models ls --json",
+        "models du",
+        "models verify",
+    )
+    assert "mtp" not in plain[1]
+    assert "and 0.0 MiB of mtp-a-Q4_0.gguf, 2 hashes right" in pulled[1]
+    (model,) = json.loads(listed[1])["models"]
+    assert (model["bytes"], len(model["files"])) == (5004 + 704, 2)
+    assert "in 2 files" in used[1]
+    assert "2 files right" in checked[1]
+
+
 def test_a_damaged_file_is_named_with_what_to_do(run: Run, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model"] = FILES
     run("models pull org/model:a-Q4_0.gguf")

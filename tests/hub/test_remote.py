@@ -229,8 +229,33 @@ def test_choice_of_what_pictures_are_read_with(
 
 
 @pytest.mark.parametrize(
+    ("names", "filename", "chosen"),
+    [
+        (["A-Q4_0.gguf", "mtp-A-Q8_0.gguf", "mtp-A-Q4_0.gguf"], None,
+         ["A-Q4_0.gguf", "mtp-A-Q4_0.gguf"]),
+        (["q/A-Q4_0.gguf", "q/B-Q4_0.gguf", "mtp-A-F16.gguf", "mtp-B-F16.gguf"],
+         "q/B-Q4_0.gguf", ["q/B-Q4_0.gguf", "mtp-B-F16.gguf"]),
+        ([*PARTS, *(f"mtp-{part}" for part in PARTS), "mmproj-F16.gguf"], None,
+         [*PARTS, "mmproj-F16.gguf", *(f"mtp-{part}" for part in PARTS)]),
+        (["A-Q4_0.gguf"], None, ["A-Q4_0.gguf"]),
+        (["model.safetensors", "mtp-A-F16.gguf"], None, ["model.safetensors"]),
+    ],
+)  # fmt: skip
+def test_choice_of_what_a_model_drafts_with(
+    names: list[str], filename: str | None, chosen: list[str]
+) -> None:
+    """llama.cpp's converter writes `mtp-` before the name that the model would have."""
+    assert choose_files("org/m", names, filename, images=True, drafts=True) == chosen
+    plain = [one for one in chosen if not one.startswith(("mtp-", "mmproj"))]
+    assert choose_files("org/m", names, filename) == plain
+
+
+@pytest.mark.parametrize(
     ("names", "filename", "reason"),
     [
+        (["A.gguf", "mtp-A.gguf"], "mtp-A.gguf",
+         "is a model's draft head, which is fetched with the model, and no model itself; name the"
+         " model, of A.gguf"),
         (["A.gguf", "mmproj-F16.gguf"], "mmproj-F16.gguf",
          "is a projector file, with which a model reads pictures, and no model itself; name the"
          " model, of A.gguf"),

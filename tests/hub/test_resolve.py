@@ -26,7 +26,7 @@ def nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked["packaged"] = name, folder
         return folder / PACKAGED[name].filename
 
-    def remote(name: HubName, progress: Any, *, images: bool) -> Path:
+    def remote(name: HubName, progress: Any, *, images: bool, drafts: bool) -> Path:
         asked["remote"] = name
         return Path("snapshot")
 
@@ -180,10 +180,10 @@ def test_folders_that_are_no_model_are_named_with_what_to_do(
         find(str(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("beside", ["mmproj-F16.gguf", "m.mmproj-f16.gguf", "imatrix.gguf"])
-def test_a_model_is_found_beside_its_projector_or_importance_matrix(
-    beside: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "beside", ["mmproj-F16.gguf", "m.mmproj-f16.gguf", "mtp-m-Q4_K_M.gguf", "imatrix.gguf"]
+)
+def test_a_model_is_found_beside_the_files_that_belong_to_it(beside: str, tmp_path: Path) -> None:
     for name in ("m-Q4_K_M.gguf", beside):
         (tmp_path / name).write_bytes(b"GGUF")
     assert find(str(tmp_path), tmp_path).path.name == "m-Q4_K_M.gguf"

@@ -147,6 +147,23 @@ def test_a_projector_belongs_to_the_models_beside_it(cache: Path, tmp_path: Path
     assert not folder.exists()
 
 
+def test_a_draft_head_belongs_to_the_models_beside_it(cache: Path, tmp_path: Path) -> None:
+    folder = cache / "models--org--gguf"
+    parts = [f"mtp-a-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        link(folder, NEW, part, f"GGUF {part}".encode())
+    kept = {model.name: model for model in store.kept_models(tmp_path)}
+    assert {name for name in kept if "gguf" in name} == {
+        "org/gguf:a-Q4_0.gguf", "org/gguf:sub/b-Q8_0.gguf",
+    }  # fmt: skip
+    for model in (kept["org/gguf:a-Q4_0.gguf"], kept["org/gguf:sub/b-Q8_0.gguf"]):
+        assert [file.name for file in model.files[1:]] == parts
+        assert known_hashes(model.files[0]) == known_hashes_of(model.files)
+        assert all(one in known_hashes(model.files[0]) for one in model.files)
+        store.remove_kept(model)
+    assert not folder.exists()
+
+
 def test_what_broke_off_is_listed_and_can_be_removed(cache: Path) -> None:
     blobs = cache / "models--org--cut" / "blobs"
     blobs.mkdir(parents=True)

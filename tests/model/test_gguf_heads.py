@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader, GGUFWriter
 from support.engine.draft_answers import load, requests_of, run
 from support.engine.drafting import draft_always
-from support.gguf.head_files import ARCHITECTURES, write_file_with_head
+from support.gguf.head_files import ARCHITECTURES, write_apart, write_file_with_head
 
 from appliance.errors import ConfigError
 from appliance.kernels.weights.weight import dense
@@ -45,39 +44,24 @@ def test_each_tensor_is_the_checkpoints(folder: Path) -> None:
 
 
 def test_a_file_of_its_own_beside_the_model_is_found(folder: Path, tmp_path: Path) -> None:
-    """As the converter cuts a model in two with `--no-mtp` and `--mtp`."""
-    whole = GGUFReader(folder / "model.gguf")
-    architecture = whole.fields["general.architecture"].contents()
-    blocks = whole.fields[f"{architecture}.block_count"].contents()
-    behind = f"blk.{blocks - 1}."
-    shared = ("token_embd.weight", "output.weight", "output_norm.weight")
     model, head = tmp_path / "model.gguf", tmp_path / "mtp-model.gguf"
-    for path in (model, head):
-        writer: Any = GGUFWriter(path, architecture)
-        for key, field in whole.fields.items():
-            value = field.contents()
-            if path == model and key.endswith("nextn_predict_layers"):
-                continue
-            if path == model and key == f"{architecture}.block_count":
-                value -= 1
-            if not key.startswith("GGUF.") and key != "general.architecture":
-                inner = field.types[-1] if len(field.types) > 1 else None
-                writer.add_key_value(key, value, field.types[0], sub_type=inner)
-        for tensor in whole.tensors:
-            is_of_head = tensor.name.startswith(behind)
-            if tensor.name in shared or is_of_head == (path == head):
-                writer.add_tensor(tensor.name, tensor.data.astype("float32"))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    write_apart(folder / "model.gguf", model, head)
     theirs, ours = open_head(open_model(folder / "model.gguf")), open_head(open_model(model))
     for slot in theirs.slots():
         found, expected = (
             dense(one.source.weights.load(slot.name), "float32") for one in (ours, theirs)
         )
         assert np.array_equal(np.asarray(found), np.asarray(expected)), slot.name
-    head.unlink()
+    other = tmp_path / "snapshots" / "a" / "Q8_0" / "model.gguf"
+    other.parent.mkdir(parents=True)
+    model.rename(other)
+    with pytest.raises(ConfigError, match="brings no head"):
+        open_head(open_model(other))
+    head.rename(other.parents[1] / head.name)
+    assert [one.name for one in open_head(open_model(other)).slots()] == [
+        one.name for one in theirs.slots()
+    ]
+    other.rename(model)
     with pytest.raises(ConfigError, match="brings no head"):
         open_head(open_model(model))
 

@@ -10,7 +10,7 @@ from appliance.engine.nouns.messages import EngineInfo
 from appliance.engine.served_model import fingerprint_of
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cache.state_format import StateFormat
-from appliance.model_files.projectors import find_projector
+from appliance.model_files.files_beside import find_projector
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig

@@ -22,7 +22,7 @@ from appliance.model.vision.source import tower_of
 from appliance.model.vision.spec import SeesAhead
 from appliance.model.vision.tower import load_native_tower
 from appliance.model.vision.workspace import RowForm, workspace_bytes
-from appliance.model_files.projectors import find_projector, projectors_beside
+from appliance.model_files.files_beside import find_projector, projectors_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from appliance.model.source import open_model
 from appliance.model.vision.source import open_projector, open_tower
 from appliance.model.vision.torch_tower import load_torch_tower
 from appliance.model.vision.tower import PatchGrid
-from appliance.model_files.projectors import find_projector
+from appliance.model_files.files_beside import find_projector
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.gguf.from_checkpoint import unlike
 from appliance.quant.gguf.projector import plan_projector

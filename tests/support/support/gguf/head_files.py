@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import torch
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 from support.gguf.gguf_conversions import gguf_settings, gguf_tensors
 from support.gguf.gguf_files import write_gguf_file
@@ -71,6 +72,34 @@ def write_file_with_head(family: str, folder: Path) -> Any:
     settings |= {"nextn_predict_layers": 1}
     write_gguf_file(folder / "model.gguf", architecture, settings, found | joins)
     return model
+
+
+def write_apart(whole: Path, model: Path, head: Path) -> None:
+    """Cut a model in two, as the converter does with `--no-mtp` and `--mtp`."""
+    read = GGUFReader(whole)
+    architecture = read.fields["general.architecture"].contents()
+    blocks = read.fields[f"{architecture}.block_count"].contents()
+    behind = f"blk.{blocks - 1}."
+    shared = ("token_embd.weight", "output.weight", "output_norm.weight")
+    for path in (model, head):
+        writer: Any = GGUFWriter(path, architecture)
+        for key, field in read.fields.items():
+            value = field.contents()
+            if path == model and key.endswith("nextn_predict_layers"):
+                continue
+            if path == model and key == f"{architecture}.block_count":
+                value -= 1
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                inner = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(key, value, field.types[0], sub_type=inner)
+        for tensor in read.tensors:
+            is_of_head = tensor.name.startswith(behind)
+            if tensor.name in shared or is_of_head == (path == head):
+                writer.add_tensor(tensor.name, tensor.data.astype("float32"))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from appliance.errors import ConfigError
-from appliance.model_files.projectors import (
+from appliance.model_files.files_beside import (
     find_projector,
     nearest_first,
     projectors_beside,

@@ -1,4 +1,4 @@
-"""Finds the projector file (`mmproj`) with the vision tower of a GGUF model.
+"""Finds the files that belong to a GGUF model: its projector (`mmproj`) and draft head (`mtp`).
 
 A leaf: looks at names, and at the first bytes of files whose names say nothing.
 """
@@ -13,6 +13,7 @@ from appliance.errors import ConfigError
 from appliance.files import open_regular
 from appliance.model_files.gguf_names import (
     first_parts,
+    is_draft_head,
     is_gguf,
     is_projector,
     parts_of_name,
@@ -20,7 +21,7 @@ from appliance.model_files.gguf_names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _HEAD_BYTES = 1 << 16
 # `general.architecture` = clip, as a header has it: lengths, the key, its type, the value.
@@ -38,15 +39,18 @@ def starts_as_projector(path: Path) -> bool:
         return False
 
 
-def nearest_first(model: str, names: Iterable[str]) -> list[str]:
-    """Order the projector files that may belong to a model, by how near their names are.
+def nearest_first(
+    model: str, names: Iterable[str], is_wanted: Callable[[str], bool] = is_projector
+) -> list[str]:
+    """Order the files that may belong to a model, by how near their names are.
 
-    A projector is in the model's folder, or above it. The deepest come first, then those that share
+    Such a file is in the model's folder, or above it. The deepest come first, then those that share
     most words with the model's name, then those of the nearest bit width, as llama.cpp has it.
 
     Args:
         model: the model's name, perhaps with folders before it.
         names: of all files, likewise.
+        is_wanted: tells their kind by a name.
     """
     folder = PurePosixPath(model).parent
     words, bits = _words(model), _bits(model)
@@ -58,9 +62,7 @@ def nearest_first(model: str, names: Iterable[str]) -> list[str]:
     above = [
         name
         for name in names
-        if is_gguf(name)
-        and is_projector(name)
-        and folder.is_relative_to(PurePosixPath(name).parent)
+        if is_gguf(name) and is_wanted(name) and folder.is_relative_to(PurePosixPath(name).parent)
     ]
     return sorted(above, key=place)
 
@@ -81,11 +83,31 @@ def projectors_beside(model: Path) -> list[Path]:
     others = [name for name in first_parts(names) if name not in own]
     if unnamed := [name for name in others if starts_as_projector(folder / name)]:
         return [folder / name for name in unnamed]
-    root = next((one for one in folder.parents if one.parent.name == "snapshots"), None)
+    return _above(model, is_projector)
+
+
+def draft_heads_beside(model: Path) -> list[Path]:
+    """Return the files with draft heads that may belong to a GGUF model, nearest first.
+
+    Of several parts the first counts. Those above its folder count as those of projectors do.
+    """
+    try:
+        names = first_parts(sorted(one.name for one in model.parent.iterdir()))
+    except OSError:
+        return []
+    own = set(parts_of_name(model.name))
+    found = [name for name in nearest_first(model.name, names, is_draft_head) if name not in own]
+    return [model.parent / name for name in found] or _above(model, is_draft_head)
+
+
+def _above(model: Path, is_wanted: Callable[[str], bool]) -> list[Path]:
+    """Return the files of a kind in a hub's snapshot that may belong to one of its models."""
+    root = next((one for one in model.parents if one.parent.name == "snapshots"), None)
     if root is None:
         return []
-    inside = [str(one.relative_to(root)) for one in root.rglob("*.gguf")]
-    return [root / name for name in nearest_first(str(model.relative_to(root)), inside)]
+    inside = first_parts(sorted(str(one.relative_to(root)) for one in root.rglob("*.gguf")))
+    own = str(model.relative_to(root))
+    return [root / name for name in nearest_first(own, inside, is_wanted) if name != own]
 
 
 def find_projector(model: Path, asked: str = "") -> Path | None:
@@ -111,7 +133,7 @@ def find_projector(model: Path, asked: str = "") -> Path | None:
 
 
 def _words(name: str) -> set[str]:
-    return set(_WORD.split(stem_of(Path(name)).lower())) - {"mmproj"}
+    return set(_WORD.split(stem_of(Path(name)).lower())) - {"mmproj", "mtp"}
 
 
 def _bits(name: str) -> int:
