@@ -194,3 +194,15 @@ def test_a_model_with_recurrent_layers_says_what_its_states_take() -> None:
 def test_further_models_are_named() -> None:
     text = banner("http://127.0.0.1:9", "m", INFO, others=("a", "b"))
     assert "models     a, b: loaded when a request names them" in text
+
+
+def test_lines_are_broken_within_a_terminal_but_for_those_that_are_copied() -> None:
+    info = msgspec.structs.replace(INFO, notes=("a note of many words " * 9,))
+    wide = banner("http://127.0.0.1:8080", "m", info).splitlines()
+    narrow = banner("http://127.0.0.1:8080", "m", info, columns=60).splitlines()
+    copied = [line for line in wide if line.split()[0] in ("endpoint", "dashboard", "try")]
+    assert copied == [line for line in narrow if line in copied]
+    others = [line for line in narrow if line not in copied]
+    assert max(map(len, others)) <= 60
+    assert " ".join(" ".join(wide).split()) == " ".join(" ".join(narrow).split())
+    assert any(line.startswith(" " * 13) for line in others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import time
@@ -172,6 +173,7 @@ def _run(
                     tls=server.tls_cert is not None,
                 ),
                 started_in=_started_in(launched, ready.info),
+                columns=shutil.get_terminal_size().columns if sys.stderr.isatty() else 0,
             )
             if say is None:
                 typer.echo(text, err=True)

@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import sys
+import textwrap
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from appliance.engine.nouns.messages import EngineInfo
 
 _NAME = "appliance"
+_COPIED = ("endpoint", "network", "page", "dashboard", "try it")
+_INDENT = 13  # of texts behind their labels
 STOPPED = "stopped; "  # prefix of the last line
 
 
@@ -38,6 +41,7 @@ def banner(
     replicas: int = 1,
     network: str | None = None,
     started_in: str = "",
+    columns: int = 0,
 ) -> str:
     """Format the facts for the user once the server is ready; shows keys by name only.
 
@@ -45,6 +49,7 @@ def banner(
         url: for this machine.
         network: for other machines.
         started_in: the stages of the start.
+        columns: of the terminal, within which lines that nobody copies are broken; 0 for none.
     """
     names = ", ".join(keys)
     rows = [
@@ -67,7 +72,20 @@ def banner(
             try_it(url, name, sampling, use=_example_of(info, chats=chats), keyed=bool(names)),
         ),
     ]
-    return "\n".join(f"  {label:<10} {text}" for label, text in rows)
+    return "\n".join(_row(label, text, columns) for label, text in rows)
+
+
+def _row(label: str, text: str, columns: int) -> str:
+    line = f"  {label:<10} {text}"
+    if label in _COPIED or columns <= 2 * _INDENT:
+        return line
+    return textwrap.fill(
+        line,
+        columns,
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _example_of(info: EngineInfo, *, chats: bool) -> ExampleRequest:
@@ -173,7 +191,10 @@ class ExampleRequest(Enum):
 
     CHAT = (
         "v1/chat/completions",
-        {"max_tokens": 200, "messages": [{"role": "user", "content": "Hello!"}]},
+        {
+            "max_tokens": 200,
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        },
     )
     CONTINUE = ("v1/completions", {"max_tokens": 60, "prompt": "Once upon a time"})
     EMBED = ("v1/embeddings", {"input": ["Bread is made of flour."]})

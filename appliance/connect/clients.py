@@ -20,7 +20,7 @@ _KEY_VARIABLE = "APPLIANCE_API_KEY"
 _EXAMPLE_CONTEXT = 32_768  # tokens; if the server's is unknown
 _AGENT_CONTEXT, _HOME_CONTEXT = 32768, 8192  # tokens
 
-_QUESTION = "Hello!"
+_QUESTION = "What is the capital of Japan?"
 _LIMIT = 1000  # tokens of the answer: a small model may find no end by itself
 
 
@@ -137,7 +137,7 @@ def _llm(to: Connection) -> tuple[SetupStep, ...]:
     return (
         _file_step("\n".join(lines), "yaml", file, where),
         SetupStep("Once:", f"llm keys set home --value {shlex.quote(to.key_to_send)}", "bash"),
-        SetupStep("Then:", "llm -m home 'Hello!'", "bash"),
+        SetupStep("Then:", f"llm -m home {shlex.quote(_QUESTION)}", "bash"),
     )
 
 
