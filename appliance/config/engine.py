@@ -144,7 +144,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_isa: Annotated[
         str,
         Setting(
-            "Instructions of the C library: auto, amx, avx512, avxvnni, avx2, i8mm, neon, scalar.",
+            "Instructions of the C library: auto, the fastest that this CPU has and its system"
+            " permits; or amx, avx512, avxvnni, avx2, i8mm, neon, scalar.",
             Group.COMPUTE,
             choices=("auto", "amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"),
         ),

@@ -210,6 +210,27 @@ def instructions() -> str:
     return f"{table(['instruction set', *columns], rows)}\n{about}\n"
 
 
+def step_shares() -> str:
+    """Show where a step's time goes."""
+    result = read("cpu/step_shares_smollm2.json")
+    parts = [part for part in result["steps"][0]["shares"] if part != "running"]
+    head = ["step", *parts, "memory's rate", "products' rate"]
+    rows = []
+    for one in result["steps"]:
+        streams = one.get("streams", 0)
+        what = f"{streams} stream{'s' * (streams > 1)}" if streams else f"prompt of {one['prompt']}"
+        shares = [one["shares"][part] for part in parts]
+        rates = [one["memory_share"], one["issue_share"]]
+        rows.append([what, *(f"{100 * share:.0f} %" for share in [*shares, *rates])])
+    where, ran = result["conditions"], [one["shares"]["running"] for one in result["steps"]]
+    about = (
+        f"{where['cpu']}, {result['isa']}, {result['machine']['threads']} threads,"
+        f" {where['time'][:10]}, commit {where['commit']}, load {where['load_average'][0]:.1f}"
+        f" before it; the threads ran {100 * min(ran):.0f} to {100 * max(ran):.0f} % of the time."
+    )
+    return f"{table(head, rows)}\n{about}\n"
+
+
 def imports() -> str:
     """Return the table and the orders that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -362,6 +383,7 @@ MAKERS = {
     "published-schemas": published_schemas,
     "replicas": replicas,
     "instructions": instructions,
+    "step-shares": step_shares,
     "widened-pages": lambda: table(*widened_pages()),
     "rounded-prompts": lambda: table(*int8_prompts()),
     "settings": settings_reference,
