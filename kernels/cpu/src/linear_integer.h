@@ -2,7 +2,8 @@
  *
  * A kernel holds the sums of 1 to REGISTER_ROWS rows and one tile in registers, and unpacks the
  * codes there. For 12 rows unpacking costs a tenth of the time, less than an unpacked copy in the
- * cache, which was tried.
+ * cache, which was tried. So were tiles (tiles.h): the sums of 16 inputs must leave them before the
+ * next, which takes what their products save.
  */
 #ifndef AP_LINEAR_INTEGER_H
 #define AP_LINEAR_INTEGER_H

@@ -57,9 +57,6 @@ INLINE void tiles_end(tile_file *t) {
 /* c[i][j] += sum over k and t of a[i][2k + t] * b[k][2j + t], bfloat16 */
 #define tile_dot_bfloats(t, c, a, b) \
     WITH_TILES(t, "tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c, )
-/* c[i][j] += sum over k and t of a[i][4k + t] * b[k][4j + t], int8 times uint8 */
-#define tile_dot_bytes(t, c, a, b) \
-    WITH_TILES(t, "tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c, )
 
 #elif AP_TILES
 
@@ -95,16 +92,6 @@ static __attribute__((unused)) void tile_dot_bfloats(tile_file *t, int c, int a,
             }
             memcpy(&sum, t->tile[c][i] + 4 * j, 4);
             sum += even + odd;
-            memcpy(t->tile[c][i] + 4 * j, &sum, 4);
-        }
-}
-static __attribute__((unused)) void tile_dot_bytes(tile_file *t, int c, int a, int b) {
-    for (int i = 0; i < TILE_ROWS; i++)
-        for (int j = 0; j < 16; j++) {
-            int32_t sum;
-            memcpy(&sum, t->tile[c][i] + 4 * j, 4);
-            for (int k = 0; k < 64; k++)
-                sum += (int8_t)t->tile[a][i][k] * t->tile[b][k / 4][4 * j + k % 4];
             memcpy(t->tile[c][i] + 4 * j, &sum, 4);
         }
 }
