@@ -2,6 +2,7 @@
 
     scripts/benchmark cpu_linears                              # one thread and all cores
     scripts/benchmark cpu_linears --shapes smollm2 --rows 1 8  # some of them
+    scripts/benchmark cpu_linears --isa amx --beside avx512    # another instruction set, too
 
 Calls take turns on so many copies of the weights that no cache of a desktop processor holds them;
 with one row the share of the memory's bandwidth counts. Times are the best of many, since other
@@ -22,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.kernels.cpu_sections import load_sections, use_isa
 from torch import Tensor
 
-from appliance.kernels.cpu.library import select_isa
-from appliance.kernels.cpu.structs import Format, LinearStruct, Offset, Status
+from appliance.kernels.cpu.library import LIBRARY, load_library, select_isa
+from appliance.kernels.cpu.structs import Format, Isa, LinearStruct, Offset, Status
 from appliance.kernels.packed_matmul.reference import prepare_linear
 from appliance.kernels.weights.packed import OffsetKind, PackedWeight
 from bench.lib.command import parser_of, write_result
@@ -70,6 +70,7 @@ SHAPES = (
     head("gemma-3-270m", 262144, 640),
     Shape("square-4096", 4096, 4096, kind=Offset.ZERO_POINT, group=128),
     Shape("dense-bf16", 3072, 576, Format.BF16, group=0),
+    Shape("dense-f16", 3072, 576, Format.F16, group=0),
 )
 
 
@@ -113,7 +114,8 @@ def random_weight(shape: Shape) -> PackedWeight | Tensor:
     random = torch.Generator().manual_seed(shape.out_features + shape.in_features)
     size = (shape.out_features, shape.in_features)
     if not shape.group:
-        return torch.randn(size, generator=random, dtype=torch.bfloat16) * 0.05
+        dtype = torch.bfloat16 if shape.format == Format.BF16 else torch.float16
+        return torch.randn(size, generator=random, dtype=dtype) * 0.05
     bits = 4 if shape.format == Format.INT4 else 8
     q = torch.randint(0, 256, (size[0], size[1] * bits // 8), generator=random, dtype=torch.uint8)
     groups = (size[0], size[1] // shape.group)
@@ -205,6 +207,8 @@ class Options:
     megabytes: int
     seconds: float
     peers: bool
+    isa: Isa
+    beside: Isa | None
 
 
 def measure(
@@ -222,14 +226,11 @@ def measure(
     for rows in row_counts:
         x = torch.randn((rows, shape.in_features), generator=torch.Generator().manual_seed(rows))
         out = torch.empty((rows, shape.out_features))
-        forward = options.library.section_linear
-        calls: list[Callable[[], object]] = [
-            partial(forward, engine, struct, x.data_ptr(), rows, False, out.data_ptr())
-            for struct in structs
-        ]
-        assert calls[0]() == Status.OK
+        arguments = x.data_ptr(), rows, out.data_ptr()
+        calls = [[engine, struct, *arguments] for struct in structs]
+        assert options.library.ap_multiply(*calls[0]) == Status.OK
         check(shape, out, x, weight)
-        seconds = best_seconds(calls, options.seconds)
+        seconds = own_seconds(options, options.isa, calls)
         operations = 2 * rows * shape.out_features * shape.in_features
         result = {
             "shape": shape.name,
@@ -241,12 +242,26 @@ def measure(
             "read_gigabytes_per_second": round(rate / 1e9, 1),
             "giga_operations_per_second": round(operations / seconds / 1e9),
         }
+        if options.beside is not None:
+            other = own_seconds(options, options.beside, calls)
+            result["beside_microseconds"] = round(other * 1e6, 1)
         if options.peers:
             result.update(peers(options, weight, x, own.nbytes))
         results.append(result)
         print("  ".join(f"{key} {value}" for key, value in result.items()), file=sys.stderr)
     options.library.ap_engine_destroy(engine)
     return results
+
+
+def own_seconds(options: Options, isa: Isa, calls: list[list[Any]]) -> float:
+    """Time calls of the library with an instruction set."""
+    select_isa(options.library, isa.name.lower())
+    seconds = best_seconds(
+        [partial(options.library.ap_multiply, *arguments) for arguments in calls],
+        options.seconds,
+    )
+    select_isa(options.library, options.isa.name.lower())
+    return seconds
 
 
 def peers(
@@ -275,21 +290,29 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 512])
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}))
     parser.add_argument("--isa", default="auto")
-    parser.add_argument("--library", type=Path, help="another, with sections")
+    parser.add_argument("--beside", default="", help="another instruction set, timed in turn")
+    parser.add_argument("--library", type=Path, default=LIBRARY, help="another")
     parser.add_argument("--megabytes", type=int, default=256, help="of weights, in turn")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each figure")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's kernels out")
     arguments = parser.parse_args()
-    library = load_sections(arguments.library)
+    library = load_library(arguments.library)
+    beside = select_isa(library, arguments.beside) if arguments.beside else None
     isa = select_isa(library, arguments.isa)
-    use_isa(library, isa)
     options = Options(
-        library, read_calls(), arguments.megabytes, arguments.seconds, not arguments.no_torch
+        library,
+        read_calls(),
+        arguments.megabytes,
+        arguments.seconds,
+        not arguments.no_torch,
+        isa,
+        beside,
     )
     result: dict[str, Any] = {
         "benchmark": "cpu_linears",
         "conditions": conditions(),
         "isa": isa.name.lower(),
+        "beside": arguments.beside,
         "megabytes": arguments.megabytes,
         "linears": [],
     }
