@@ -120,8 +120,8 @@ def measure_streams(threads: int, runs: int, megapixels: Sequence[int]) -> list[
                 {
                     "beside": name,
                     "tokens": len(gaps),
-                    "p50": round(percentile(gaps, 50), 4),
-                    "p99": round(percentile(gaps, 99), 4),
+                    "p50": round(percentile(gaps, 0.5), 4),
+                    "p99": round(percentile(gaps, 0.99), 4),
                     "most": round(max(gaps), 4),
                 }
             )
