@@ -19,7 +19,7 @@ from appliance.quant.walk.pieces import all_finite
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     from torch import Tensor
 
@@ -57,13 +57,13 @@ class PlannedFile:
     Attributes:
         head: everything before the tensors.
         starts: offsets of tensors, by the checkpoint's names.
-        extra: bytes of the tensors that are settings, and their offsets.
+        extra: bytes of the tensors that are settings, or kept as they are, and their offsets.
     """
 
     tensors: tuple[TypedTensor, ...]
     head: bytes
     starts: dict[str, int]
-    extra: tuple[tuple[int, bytes], ...]
+    extra: tuple[tuple[int, memoryview], ...]
     nbytes: int
 
     @classmethod
@@ -77,8 +77,11 @@ class PlannedFile:
             end = _aligned(end + planned.layout.nbytes)
         extra = []
         for values in settings.extra.values():
-            extra.append((end, values.astype("<f4").tobytes()))
+            extra.append((end, memoryview(values.astype("<f4").tobytes())))
             end = _aligned(end + values.nbytes)
+        for kept in settings.heads.values():
+            extra.append((end, kept.data.data))
+            end = _aligned(end + kept.data.nbytes)
         return cls(tensors, head, starts, tuple(extra), end)
 
     def write_without_weights(self, path: Path) -> None:
@@ -146,7 +149,10 @@ def _head(settings: FileSettings, tensors: tuple[TypedTensor, ...]) -> bytes:
         writer.add_quantization_version(QUANTIZATION_VERSION)
         for planned in tensors:
             _announce(writer, planned.tensor.name, planned.tensor.slot.shape, planned.type_name)
-        _announce_all(writer, {name: tuple(a.shape) for name, a in settings.extra.items()})
+        for name, values in settings.extra.items():
+            _announce(writer, name, tuple(values.shape), "F32")
+        for name, kept in settings.heads.items():
+            _announce(writer, name, kept.shape, kept.kind)
         writer.write_header_to_file()
         try:
             writer.write_kv_data_to_file()
@@ -159,11 +165,6 @@ def _head(settings: FileSettings, tensors: tuple[TypedTensor, ...]) -> bytes:
         writer.write_ti_data_to_file()
         writer.close()
         return path.read_bytes()
-
-
-def _announce_all(writer: GGUFWriter, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in shapes.items():
-        _announce(writer, name, shape, "F32")
 
 
 def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ _OWN = (
     "split.",
 )
 _NEEDED = "tokenizer.ggml."
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +121,32 @@ class FileSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor that is written as its source stores it.
+
+    Attributes:
+        kind: its type's name.
+        data: uint8, mapped from the source.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
 class FileSettings:
     """All of a file but its weights.
 
     Attributes:
         extra: float32 tensors that are settings, such as factors of frequencies.
+        heads: tensors of the blocks behind the layers, with which the model drafts (`nextn`).
     """
 
     architecture: str
     settings: tuple[FileSetting, ...]
     extra: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    heads: dict[str, KeptTensor] = field(default_factory=dict)
 
     @classmethod
     def of_file(cls, path: Path) -> FileSettings:
@@ -155,14 +173,27 @@ class FileSettings:
                 )
             if value != []:
                 found.append(FileSetting(entry.name, value, kind, inner[0] if inner else None))
-        extra = {
-            tensor.name: tensor.data.copy()
-            for part in (reader, *map(GGUFReader, others))
-            for tensor in part.tensors
-            if tensor.name.startswith("rope_")
-        }
+        tensors = [one for part in (reader, *map(GGUFReader, others)) for one in part.tensors]
+        extra = {one.name: one.data.copy() for one in tensors if one.name.startswith("rope_")}
         architecture = str(reader.fields["general.architecture"].contents())
-        return cls(architecture, tuple(found), extra)
+        values = {one.key.removeprefix(f"{architecture}."): one.value for one in found}
+        count = values.get("nextn_predict_layers", 0)
+        layers = values["block_count"] - count if count else None
+        heads = {
+            one.name: KeptTensor(
+                tuple(int(size) for size in reversed(one.shape)),
+                one.tensor_type.name,
+                one.data.reshape(-1).view("uint8"),
+            )
+            for one in tensors
+            if layers is not None and _is_behind(one.name, layers)
+        }
+        return cls(architecture, tuple(found), extra, heads)
+
+
+def _is_behind(name: str, layers: int) -> bool:
+    block = _BLOCK.match(name)
+    return block is not None and int(block[1]) >= layers
 
 
 def _kind_of(value: object) -> GGUFValueType:

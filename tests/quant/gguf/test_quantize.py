@@ -307,6 +307,51 @@ def test_a_template_that_is_no_text_is_one_line(make_folder: MakeFolder, tmp_pat
         quantize_model(folder, tmp_path / "out", QuantizeOptions.of_type("Q8_0"))
 
 
+def test_blocks_that_draft_are_kept_as_they_are(base: Path, tmp_path: Path) -> None:
+    """llama.cpp's loader wants the tensors of every block that `block_count` has."""
+    source, folder = tmp_path / "with-head.gguf", tmp_path / "out"
+    read = gguf.GGUFReader(base)
+    architecture = read.fields["general.architecture"].contents()
+    layers = read.fields[f"{architecture}.block_count"].contents()
+    writer: Any = gguf.GGUFWriter(source, architecture)
+    for key, field in read.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            more = key == f"{architecture}.block_count"
+            inner = field.types[-1] if len(field.types) > 1 else None
+            value = field.contents() + 1 if more else field.contents()
+            writer.add_key_value(key, value, field.types[0], sub_type=inner)
+    writer.add_nextn_predict_layers(1)
+    head = {f"blk.{layers}.nextn.eh_proj.weight": np.arange(64 * 128.0).reshape(64, 128)}
+    head[f"blk.{layers}.nextn.enorm.weight"] = np.linspace(0, 1, 64)
+    for tensor in read.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        if tensor.name.startswith(f"blk.{layers - 1}."):
+            name = tensor.name.replace(f"blk.{layers - 1}.", f"blk.{layers}.")
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, values in head.items():
+        writer.add_tensor(name, values.astype(np.float16 if values.ndim > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    quantize_model(source, folder, QuantizeOptions.of_type("Q8_0"))
+    (out,) = folder.glob("*.gguf")
+    theirs, ours = (
+        {one.name: one for one in gguf.GGUFReader(path).tensors} for path in (source, out)
+    )
+    assert ours.keys() == theirs.keys()
+    kept = [name for name in theirs if name.startswith(f"blk.{layers}.")]
+    assert set(head) < set(kept)
+    for name in kept:
+        assert ours[name].tensor_type == theirs[name].tensor_type
+        assert list(ours[name].shape) == list(theirs[name].shape)
+        assert np.array_equal(ours[name].data, theirs[name].data), name
+    fields = gguf.GGUFReader(out).fields
+    assert fields[f"{architecture}.nextn_predict_layers"].contents() == 1
+    assert fields[f"{architecture}.block_count"].contents() == layers + 1
+    assert len(open_model(out).spec.layers) == layers
+
+
 def test_empty_lists_of_a_base_are_left_out_unless_readers_need_them(tmp_path: Path) -> None:
     """The `gguf` package reads such lists but cannot write them."""
     path, text, some = tmp_path / "odd.gguf", gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
