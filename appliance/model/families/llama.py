@@ -65,6 +65,10 @@ def _gguf_exaone(file: GGUFFile) -> dict[str, Any]:
     return gguf_config(file, "exaone", _gguf_extra)
 
 
+def _gguf_paddleocr(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "paddleocr", _gguf_extra)
+
+
 def _gguf_ungated(file: GGUFFile) -> dict[str, Any]:
     return gguf_config(file, "arcee", _gguf_extra) | {"hidden_act": "relu2"}
 
@@ -101,6 +105,12 @@ EXAONE = Family(
     ),
     # EuroBERT is Llama, but its files have Llama's rows in the order of checkpoints.
     gguf=GGUFMapping("exaone", _gguf_exaone, GGUF_NAMES, two_way=("eurobert",)),
+)
+# The text part of PaddleOCR-VL; its files have rows in the order of checkpoints.
+PADDLEOCR_VL = replace(
+    LLAMA,
+    name="paddleocr_vl",
+    gguf=GGUFMapping("paddleocr", _gguf_paddleocr, GGUF_NAMES),
 )
 ARCEE = Family(
     name="arcee",

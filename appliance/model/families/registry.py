@@ -39,7 +39,7 @@ from appliance.model.families.internlm2 import INTERNLM2
 from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.lfm3 import LFM3
 from appliance.model.families.limits import short
-from appliance.model.families.llama import ARCEE, EXAONE, LLAMA
+from appliance.model.families.llama import ARCEE, EXAONE, LLAMA, PADDLEOCR_VL
 from appliance.model.families.llama4 import LLAMA4
 from appliance.model.families.minicpm import MINICPM, MINICPM3
 from appliance.model.families.minimax_m2 import MINIMAX_M2
@@ -111,10 +111,6 @@ _CLASSES: dict[str, tuple[str, str]] = {
         "MuseGlimmerForConditionalGeneration",
     ),
     "olmo": ("its norms have no weights", "OlmoForCausalLM"),
-    "paddleocr": (
-        "its text has the positions of images",
-        "PaddleOCRVLForConditionalGeneration",
-    ),
     "phimoe": ("a router of its own chooses experts", "PhimoeForCausalLM"),
     "starcoder": ("its positions are learned", "GPTBigCodeForCausalLM"),
 }
@@ -247,6 +243,7 @@ FAMILIES: tuple[Family, ...] = (
     HUNYUAN_MOE,
     MINIMAX_M2,
     QWEN2_VL,
+    PADDLEOCR_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
     STABLELM,

@@ -43,6 +43,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2_vl": ("Lfm2VlImageProcessor", _CLIP | {"encoder_patch_size": 4}),
     "glm4v_moe": ("Glm4vImageProcessor", _AREA),
+    "paddleocr_vl": ("PaddleOCRVLImageProcessor", _AREA),
     "internvl": ("GotOcr2ImageProcessor", _CLIP | {"size": {"height": 56, "width": 56}}),
     "qwen2_vl": ("Qwen2VLImageProcessor", _AREA),
     "qwen2_5_vl": ("Qwen2VLImageProcessor", _AREA),
@@ -54,7 +55,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 OWN = {
     "feed_forward_length": {"qwen2_vl", "qwen2_5_vl", "glm4v_moe"},
     "layer_norm_epsilon": {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"},
-    "image_size": {"lfm2_vl"},
+    "image_size": {"lfm2_vl", "paddleocr_vl"},
     "projector_type": {"gemma4"},  # for pictures alone, as the converter has it
 }
 

@@ -159,6 +159,14 @@ def _clip_lfm2(clip: ClipSettings) -> dict[str, Any]:
     }
 
 
+def _clip_paddleocr(clip: ClipSettings) -> dict[str, Any]:
+    vision = clip.layers_of_tower()
+    # The file's side is that of the largest picture.
+    vision["image_size"] = math.isqrt(clip.table_rows()) * vision["patch_size"]
+    merge = clip.integer("spatial_merge_size", 2)
+    return {"vision_config": vision | {"spatial_merge_size": merge}}
+
+
 IDEFICS3 = TowerFamily(
     name="idefics3",
     tower_types={"idefics3": "idefics3_vision", "smolvlm": "smolvlm_vision"},
@@ -225,5 +233,17 @@ PADDLEOCR_VL = TowerFamily(
     places=(
         ("model.visual.vision_model.", "model.projector."),
         ("visual.vision_model.", "mlp_AR."),
+    ),
+    clip=ClipMapping(
+        "paddleocr",
+        {"paddleocr": "paddleocr_vl"},
+        _clip_paddleocr,
+        _CLIP_OUTSIDE
+        | {
+            f"{PROJECTOR}pre_norm": "mm.input_norm",
+            f"{PROJECTOR}linear_1": "mm.1",
+            f"{PROJECTOR}linear_2": "mm.2",
+        },
+        always=frozenset({"paddleocr"}),
     ),
 )

@@ -53,6 +53,9 @@ def write_picture_files(
     if model.config.model_type == "glm4v_moe":
         label = "glm4moe"
         settings |= {"rope.dimension_sections": _sections(model)}
+    if model.config.model_type == "paddleocr_vl":
+        label = "paddleocr"
+        settings |= {"rope.dimension_sections": _sections(model)}
     if model.config.model_type == "qwen3_vl":
         label = "qwen3vl"
         taps = model.config.vision_config.deepstack_visual_indexes
@@ -78,6 +81,8 @@ def text_of(model: Any) -> Any:
         )
     if config.model_type == "glm4v_moe_text":
         config = transformers.Glm4MoeConfig(**{**config.to_dict(), "model_type": "glm4_moe"})
+    if config.model_type == "paddleocr_vl_text":
+        config = transformers.Ernie4_5Config(**{**config.to_dict(), "model_type": "ernie4_5"})
     if config.model_type in ("qwen2_vl_text", "qwen2_5_vl_text"):
         config = transformers.Qwen2Config(**{**config.to_dict(), "model_type": "qwen2"})
     text = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -29,6 +29,7 @@ TYPES = {
     "glm4v_moe": VisionProjectorType.GLM4V,
     "internvl": VisionProjectorType.INTERNVL,
     "lfm2_vl": VisionProjectorType.LFM2,
+    "paddleocr_vl": VisionProjectorType.PADDLEOCR,
     "qwen2_vl": VisionProjectorType.QWEN2VL,
     "qwen2_5_vl": VisionProjectorType.QWEN25VL,
     "qwen3_vl": VisionProjectorType.QWEN3VL,
@@ -42,6 +43,7 @@ _PARTS = (
     "connector.",
     "multi_modal_projector.",
     "visual.",
+    "projector.",
 )
 _VISION = Keys.ClipVision
 
@@ -149,6 +151,8 @@ def _settings(config: Any, processor: dict[str, Any]) -> dict[str, Any]:
     if kind == "glm4v_moe":
         found[_VISION.Attention.LAYERNORM_EPS] = vision.rms_norm_eps
         found[_VISION.USE_SILU] = found.pop(_VISION.USE_GELU)
+    if kind == "paddleocr_vl":
+        found[_VISION.IMAGE_SIZE] = 1536  # of the largest picture
     if kind.startswith("qwen2"):
         found[_VISION.IMAGE_SIZE] = 560
         del found[_VISION.USE_GELU]
@@ -264,4 +268,6 @@ def _stored(name: str, kind: str, depth: int) -> str:
         name = f"model.{name}" if name.startswith("vision_tower") else name
     if kind in ("smolvlm", "idefics3"):
         name = f"model.{name}"
+    if kind == "paddleocr_vl":
+        name = name.replace("visual.", "model.").replace("projector.", "mlp_AR.")
     return known_name(name.replace("_weight", ".weight"), "clip", depth)

@@ -315,6 +315,7 @@ def with_tower(case: TowerCase, seed: int = 1) -> Any:
 # Architectures of GGUF files of texts whose folders are read as another family's.
 _ARCHITECTURES = {
     "glm4v_moe": "glm4moe",
+    "paddleocr_vl": "paddleocr",
     "qwen2_vl": "qwen2vl",
     "qwen2_5_vl": "qwen2vl",
     "qwen3_vl": "qwen3vl",
