@@ -123,7 +123,7 @@ def _measured(name: str, folder: Path, options: Any) -> list[dict[str, Any]]:
     model = with_tower(case)
     model.save_pretrained(folder)
     file = write_projector(folder / "mmproj.gguf", model, HALF, f16)
-    source = tower_of(text_of(folder, case.kind), file)
+    source = tower_of(text_of(folder, case.kind), file, in_torch=False)
     assert source is not None
     library = load_library()
     tower = load_native_tower(
