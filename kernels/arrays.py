@@ -296,11 +296,15 @@ def repeated(array: Any, times: int, dim: int) -> Any:
 
 
 def cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    """Join arrays of one kind along a dimension; one alone is returned itself."""
-    if len(parts) == 1:
-        return parts[0]
+    """Join arrays of one kind along a dimension; the result is contiguous.
+
+    One alone is returned itself if it is.
+    """
     if isinstance(parts[0], np.ndarray):
-        return of_numpy(np.concatenate(parts, axis=dim))
+        alone = np.ascontiguousarray(parts[0]) if len(parts) == 1 else None
+        return of_numpy(np.concatenate(parts, axis=dim) if alone is None else alone)
+    if len(parts) == 1:
+        return parts[0].contiguous()
     import torch
 
     return torch.cat(list(parts), dim=dim)
