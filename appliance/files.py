@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import stat
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,19 +125,21 @@ def open_regular(path: Path) -> BufferedReader:
         OSError: it is unreadable or no regular file.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        with ExitStack() as undo:
+            file = undo.enter_context(open(path, "rb", opener=_open_at_once))
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise _no_regular(path, mode)
+            undo.pop_all()
     except OSError as error:
         if error.errno != errno.ENXIO:  # of a socket, or a device that is not there
             raise
         raise _no_regular(path, os.stat(path).st_mode) from None
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise _no_regular(path, mode)
-        return open(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def read_bytes(path: Path) -> bytes:
