@@ -118,8 +118,7 @@ class PlannedProjector:
 
     def write(self, model: Path) -> None:
         """Write the file beside a GGUF model, by whose name it is found."""
-        path = model.with_name(f"mmproj-{model.name}")
-        with GGUFFileWriter(path, self.file) as file:
+        with GGUFFileWriter(_beside(model), self.file) as file:
             for tensor in self.tensors:
                 file.write(tensor.name, [tensor.stored()])
 
@@ -129,7 +128,10 @@ class CopiedProjector:
     """The projector file of a GGUF model that is made into another one."""
 
     path: Path
-    notes: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"{self.path.name} is copied, for pictures",)
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +139,11 @@ class CopiedProjector:
 
     def write(self, model: Path) -> None:
         """Copy the file beside a GGUF model, by whose name it is found."""
-        shutil.copyfile(self.path, model.with_name(f"mmproj-{model.name}"))
+        shutil.copyfile(self.path, _beside(model))
+
+
+def _beside(model: Path) -> Path:
+    return model.with_name(f"mmproj-{model.name}")
 
 
 Projector = PlannedProjector | CopiedProjector
@@ -162,7 +168,6 @@ def projector_of(
     if source.path.is_file():
         path = find_projector(source.path)
         planned = None if path is None else CopiedProjector(path)
-        notes = () if path is None else (f"{path.name} is copied, for pictures",)
     else:
         try:
             if (planned := plan_projector(source, bits)) is not None:
@@ -253,9 +258,10 @@ def _tensors(
     spec, weights = tower.spec, tower.weights
     present = {*weights.tensor_names()}
     layers, own = stored_layers(spec), clip.own_names or family.names
+    made = made_names(own, spec)
     pairs = zip(tensor_slots(layers, own), tensor_slots(layers, clip.names), strict=True)
     for slot, named in pairs:
-        if slot.name not in made_names(own, spec):
+        if slot.name not in made:
             yield _tensor(named.name, _reader(tower, family, clip, slot), bits)
     for name, stored in names_of_numbers(spec, own, clip).items():
         yield _tensor(stored, partial(weights.as_stored, name), bits)
